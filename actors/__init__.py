@@ -1,0 +1,1 @@
+"""Ray actors: expert, routing, controller. They run what the pure modules decide."""

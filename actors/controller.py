@@ -1,0 +1,436 @@
+"""The controller actor: brings a cluster up, publishes placements, watches peers, takes the cluster down.
+
+Placement is decided by pure functions of `controlplane`; this file runs what they decide, in this order for every
+generation: place, fill beside the serving slots, verify digests, publish, stage on all peers, and later retire and free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from ray_moe.actors.expert import LoadProgress
+from ray_moe.actors.remote import create_expert, create_routing, kill
+from ray_moe.actors.routing import Retired
+from ray_moe.comm.rendezvous import RendezvousStore
+from ray_moe.controlplane.generations import GenerationStatus
+from ray_moe.controlplane.solve import Assignment, balanced, fills, place, pool_capacity, retired_slots
+from ray_moe.dataplane.handle import HandleABI
+from ray_moe.deadline import ray_await
+from ray_moe.engine.records import EngineStatus, ModelFacts
+from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
+from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
+from ray_moe.manifest import ClusterConfig, expand_replicas
+from ray_moe.placement import CheckpointVersion, PlacementSnapshot, ReleaseBundle
+from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from ray_moe.weights.checkpoint import resolve_model
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
+_TICK_S = 0.25
+
+
+class ClusterState(StrEnum):
+    """Where the cluster stands."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DEGRADED = "degraded"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+# state -> {event: next}. DEGRADED: a peer died; its epoch is broken, calls fail by name, nothing is healed here.
+CLUSTER_TABLE: dict[ClusterState, dict[str, ClusterState]] = {
+    ClusterState.STARTING: {"serve": ClusterState.SERVING, "fail": ClusterState.FAILED},
+    ClusterState.SERVING: {"lose_peer": ClusterState.DEGRADED, "stop": ClusterState.STOPPED},
+    ClusterState.DEGRADED: {"lose_peer": ClusterState.DEGRADED, "stop": ClusterState.STOPPED},
+    ClusterState.FAILED: {"stop": ClusterState.STOPPED},
+    ClusterState.STOPPED: {},
+}
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What a client needs to talk to the cluster: who the peers are and which model they run."""
+
+    config: ClusterConfig
+    model_path: Path
+    facts: ModelFacts
+    peers: tuple[ActorHandle, ...]
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """One physical slot, for people."""
+
+    layer: int
+    slot: str
+    expert: int
+    replica: str
+    rank: int
+    pool_slot: int
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What `ray-moe status` shows. `peers` holds the engines that answered, `lost` the ranks that are dead."""
+
+    name: str
+    state: str
+    model: str
+    release_id: str
+    generation: int
+    epoch: int
+    transport: str
+    runner: str
+    policy: str
+    peers: tuple[EngineStatus, ...]
+    lost: tuple[int, ...]
+    generations: tuple[GenerationStatus, ...]
+    slots: tuple[SlotRow, ...]
+
+
+class ControllerActor:
+    """Ray actor; one per cluster."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._state = ClusterState.STARTING
+        self._peers: dict[int, ActorHandle] = {}
+        self._lost: dict[int, str] = {}
+        self._statuses: dict[int, EngineStatus] = {}
+        self._routing: ActorHandle | None = None
+        self._store: RendezvousStore | None = None
+        self._facts: ModelFacts | None = None
+        self._model_path = Path()
+        self._capacity = 0
+        self._release: ReleaseBundle | None = None
+        self._publishing = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+
+    # ---- up ----
+
+    async def start(self) -> None:
+        """Bring the cluster up and serve. On any error everything that was started is ended, and the error propagates."""
+        try:
+            await self._start()
+        except BaseException:
+            self._advance("fail")
+            self._kill_all()
+            raise
+        self._advance("serve")
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _start(self) -> None:
+        config = self._config
+        self._model_path = await asyncio.to_thread(resolve_model, config.model, revision=config.revision)
+        self._routing = create_routing(config)
+        self._peers = {rank: create_expert(config, rank) for rank in range(config.peers)}
+        facts = await self._all("load", self._model_path)
+        self._facts = facts[0]
+        first = await self._first_placement(self._facts)
+        await self._all("allocate", self._capacity)
+        verified = await self._fill(first, prior=None)
+        self._store = RendezvousStore("127.0.0.1", config.start_deadline_s)
+        await self._all("join", verified.group, self._store.address)
+        self._release = self._bundle(verified)
+        await self._ask(self._routing.publish.remote(verified, self._release), "publish the first placement")
+        await self._all("serve", self._routing, tuple(self._peers.values()))
+
+    async def _first_placement(self, facts: ModelFacts) -> PlacementSnapshot:
+        config = self._config
+        ranks = tuple(GlobalRank(rank) for rank in self._peers)
+        assignment = balanced(
+            {layer: facts.num_experts for layer in facts.moe_layers},
+            ranks,
+            replicas=expand_replicas(config.replicas, facts.moe_layers),
+            spare_slots=config.spare_slots,
+        )
+        self._capacity = pool_capacity(assignment)
+        return self._place(
+            assignment,
+            generation=1,
+            group=ProcessGroupSpec(ProcessGroupId(f"{config.name}-ep"), 0, ranks),
+            topology=Topology("topology-v1", (Domain("node-0", ranks),)),
+            prior=None,
+            live=(),
+        )
+
+    def _place(
+        self,
+        assignment: Assignment,
+        *,
+        generation: int,
+        group: ProcessGroupSpec,
+        topology: Topology,
+        prior: PlacementSnapshot | None,
+        live: Sequence[PlacementSnapshot],
+    ) -> PlacementSnapshot:
+        checkpoint = CheckpointVersion(self._require_facts().checkpoint_version)
+        return place(
+            assignment,
+            generation=generation,
+            version=PlacementVersion(f"placement-v{generation}"),
+            release_id=f"{self._config.name}-{checkpoint.value[:12]}",
+            checkpoint=checkpoint,
+            group=group,
+            topology=topology,
+            prior=prior,
+            capacity=self._capacity,
+            live=live,
+        )
+
+    async def _fill(self, candidate: PlacementSnapshot, prior: PlacementSnapshot | None) -> PlacementSnapshot:
+        """Load what `candidate` needs beyond `prior`, and return it carrying the digests that its owners report.
+
+        When a peer fails, the slots that the others filled are freed again.
+        """
+        wanted = fills(candidate, prior)
+        ranks = sorted({item.rank.value for item in wanted})
+        work = [
+            self._ask(
+                self._peers[rank].fill.remote([item for item in wanted if item.rank.value == rank]),
+                f"fill slots on rank {rank}",
+            )
+            for rank in ranks
+        ]
+        results = await asyncio.gather(*work, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            for rank, result in zip(ranks, results, strict=True):
+                if isinstance(result, dict):
+                    self._peers[rank].free.remote(tuple(result))
+            raise failures[0]
+        digests = {
+            (layer, rank, pool_slot): digest
+            for rank, result in zip(ranks, results, strict=True)
+            if isinstance(result, dict)
+            for (layer, pool_slot), digest in result.items()
+        }
+        return candidate.with_digests(digests)
+
+    def _bundle(self, snapshot: PlacementSnapshot) -> ReleaseBundle:
+        config, abi = self._config, HandleABI()
+        return ReleaseBundle(
+            release_id=snapshot.release_id,
+            checkpoint_version=snapshot.checkpoint_version,
+            checkpoint_digest=snapshot.checkpoint_version.value,
+            placement_generation=snapshot.version.value,
+            placement_digest=snapshot.digest,
+            topology_version=snapshot.topology.version,
+            process_group_generation=f"{snapshot.group.process_group_id}-e{snapshot.group.epoch}",
+            route_abi="ray_moe.routes/1",
+            dispatch_handle_abi=abi.handle_version,
+            precision_roles=(
+                ("dispatch", config.dtype),
+                ("combine", config.dtype),
+                ("gate", "router"),
+                ("gate_location", abi.gate_location),
+            ),
+            phase_backends=tuple((phase, f"{config.transport}+{config.runner}") for phase in ("prefill", "decode")),
+        )
+
+    # ---- generations ----
+
+    async def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
+        """Place, fill, verify and publish another generation while requests run; returns its number.
+
+        `replicas[(layer, expert)]` is the wanted number of copies, 1 where absent. The old generation serves until every
+        peer has staged the new one, then drains. Raises `ConfigError` for a request out of bounds, `PlacementError` when
+        the slot pools have no room for both, and whatever filling raises; the old generation then goes on serving.
+        """
+        async with self._publishing:
+            routing = self._require_serving()
+            live = await self._ask(routing.live.remote(), "live generations")
+            prior = live[-1]
+            facts = self._require_facts()
+            assignment = balanced(
+                {layer: facts.num_experts for layer in facts.moe_layers},
+                prior.group.peers,
+                replicas=replicas,
+                spare_slots=self._config.spare_slots,
+            )
+            candidate = self._place(
+                assignment,
+                generation=prior.generation + 1,
+                group=prior.group,
+                topology=prior.topology,
+                prior=prior,
+                live=live,
+            )
+            verified = await self._fill(candidate, prior)
+            bundle = replace(self._bundle(verified), release_id=prior.release_id)
+            await self._ask(routing.publish.remote(verified, bundle), f"publish generation {verified.generation}")
+            self._release = bundle
+            await self._all("stage")
+            return verified.generation
+
+    async def _retire(self) -> None:
+        """Retire what nobody refers to any more, and free its slots."""
+        if self._routing is None or not self._statuses:
+            return
+        committed = min(status.steps_agreed for status in self._statuses.values())
+        due: Retired = await self._ask(self._routing.retire_due.remote(committed), "retire generations")
+        for snapshot in due.retired:
+            by_rank: dict[int, list[tuple[int, int]]] = {}
+            for rank, layer, pool_slot in retired_slots(snapshot, due.live):
+                by_rank.setdefault(rank.value, []).append((layer, pool_slot))
+            await asyncio.gather(
+                *(
+                    self._ask(self._peers[rank].free.remote(slots), f"free slots on rank {rank}")
+                    for rank, slots in by_rank.items()
+                    if rank not in self._lost
+                )
+            )
+
+    # ---- health ----
+
+    async def _watch(self) -> None:
+        while self._state in (ClusterState.SERVING, ClusterState.DEGRADED):
+            await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
+            if self._state is ClusterState.SERVING and not self._publishing.locked():
+                async with self._publishing:
+                    await self._retire()
+            await asyncio.sleep(_TICK_S)
+
+    async def _look_at(self, rank: int) -> None:
+        try:
+            self._statuses[rank] = await ray_await(
+                self._peers[rank].status.remote(), self._config.step_deadline_s, f"status of rank {rank}"
+            )
+        except RayActorError:
+            await self._bury(rank, f"rank {rank} died")
+        except DeadlineError as error:
+            await self._bury(rank, f"rank {rank} does not answer: {error}")
+
+    async def _bury(self, rank: int, detail: str) -> None:
+        """A peer is gone: its leases go back, and the survivors fail their calls now, not at the next deadline."""
+        _LOG.warning("%s", detail)
+        self._lost[rank] = detail
+        self._statuses.pop(rank, None)
+        self._advance("lose_peer")
+        if self._routing is not None:
+            await self._ask(self._routing.bury.remote(f"rank-{rank}"), f"release the leases of rank {rank}")
+        for other, peer in self._peers.items():
+            if other not in self._lost:
+                peer.peer_lost.remote(detail)
+
+    # ---- questions ----
+
+    async def progress(self) -> dict[int, LoadProgress]:
+        """How far each peer is with loading; empty before the peers exist."""
+        ranks = [rank for rank in self._peers if rank not in self._lost]
+        refs = [self._peers[rank].progress.remote() for rank in ranks]
+        return dict(zip(ranks, await asyncio.gather(*(self._ask(ref, "progress") for ref in refs)), strict=True))
+
+    async def directory(self) -> Directory:
+        """Peers and model, for clients. Raises `PeerLostError` or `NotServingError` when the cluster cannot serve."""
+        self._require_serving()
+        return Directory(self._config, self._model_path, self._require_facts(), tuple(self._peers.values()))
+
+    async def status(self) -> ClusterStatus:
+        """A fresh look at peers, slots, generations and references."""
+        if self._state not in (ClusterState.SERVING, ClusterState.DEGRADED) or self._routing is None:
+            raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
+        await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
+        generations = await self._ask(self._routing.status.remote(), "status of the registry")
+        active: PlacementSnapshot = await self._ask(self._routing.active.remote(), "active generation")
+        serving = {status.generation for status in self._statuses.values()}
+        return ClusterStatus(
+            name=self._config.name,
+            state=self._state.value,
+            model=str(self._config.model),
+            release_id=active.release_id,
+            generation=min(serving, default=active.generation),
+            epoch=active.group.epoch,
+            transport=self._config.transport,
+            runner=self._config.runner,
+            policy=self._config.policy,
+            peers=tuple(self._statuses[rank] for rank in sorted(self._statuses)),
+            lost=tuple(sorted(self._lost)),
+            generations=generations,
+            slots=tuple(
+                SlotRow(
+                    placement.layer,
+                    slot.physical_slot_id.value,
+                    slot.logical_expert_id.value,
+                    slot.replica_id.value,
+                    slot.destination_rank.value,
+                    slot.pool_slot,
+                )
+                for placement in active.layers
+                for slot in placement.slots
+            ),
+        )
+
+    async def placement(self) -> PlacementSnapshot:
+        """The active placement."""
+        active: PlacementSnapshot = await self._ask(self._require_serving().active.remote(), "active generation")
+        return active
+
+    # ---- down ----
+
+    async def stop(self) -> None:
+        """End the engines at one agreed step, then every actor but this one. A peer that does not follow is killed."""
+        in_step = self._state is ClusterState.SERVING
+        self._advance("stop")
+        if in_step:
+            results = await asyncio.gather(
+                *(self._ask(peer.stop.remote(), "stop") for peer in self._peers.values()), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    _LOG.warning("an engine did not stop in step with the others: %s", result)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for actor in (*self._peers.values(), *((self._routing,) if self._routing is not None else ())):
+            kill(actor)
+
+    # ---- details ----
+
+    async def _all(self, method: str, *args: object) -> list[object]:
+        """Call one method on every live peer at once; the first failure propagates after all have answered."""
+        ranks = [rank for rank in self._peers if rank not in self._lost]
+        return await self._gather(
+            self._ask(getattr(self._peers[rank], method).remote(*args), f"{method} on rank {rank}") for rank in ranks
+        )
+
+    async def _gather(self, work: Iterable[Awaitable[_T]]) -> list[_T]:
+        results = await asyncio.gather(*work, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _ask(self, ref: Awaitable[_T], what: str) -> _T:
+        return await ray_await(ref, self._config.start_deadline_s, what)
+
+    def _require_facts(self) -> ModelFacts:
+        if self._facts is None:
+            raise NotServingError(f"cluster {self._config.name!r} has not loaded its model yet")
+        return self._facts
+
+    def _require_serving(self) -> ActorHandle:
+        if self._lost:
+            rank, detail = next(iter(self._lost.items()))
+            status = next(iter(self._statuses.values()), None)
+            raise PeerLostError(detail, rank, status.epoch if status else 0, status.generation if status else 0)
+        if self._state is not ClusterState.SERVING or self._routing is None:
+            raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
+        return self._routing
+
+    def _advance(self, event: str) -> None:
+        following = CLUSTER_TABLE[self._state].get(event)
+        if following is None:
+            raise RayMoEError(f"cluster {self._config.name!r}: event {event!r} is illegal in state {self._state.value}")
+        self._state = following

@@ -1,0 +1,384 @@
+"""The expert actor: one peer. A slot pool, a trunk, a share of the requests, and a seat in the group.
+
+The engine loop runs on a thread of its own, in lockstep with the other peers. This actor's event loop serves everybody
+else: it admits requests, streams what the loop delivers, fills slots beside the serving ones and stages generations. No
+step ever waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from ray.actor import ActorHandle
+
+from ray_moe.actors.routing import Grant
+from ray_moe.comm.gloo import GlooGroup
+from ray_moe.comm.rendezvous import StoreAddress
+from ray_moe.comm.transports import Transport, transport_named
+from ray_moe.controlplane.solve import Fill
+from ray_moe.dataplane.layer import LayerCounters
+from ray_moe.deadline import join_thread, ray_await, wait_for
+from ray_moe.engine.generation import GenerationView, build_view
+from ray_moe.engine.kvcache import KVCache
+from ray_moe.engine.loop import EngineLoop
+from ray_moe.engine.records import EngineStatus, GenerateRequest, ModelFacts, StreamRecord
+from ray_moe.engine.sampling import admitted
+from ray_moe.engine.scheduler import Request, Scheduler
+from ray_moe.engine.trunk import Trunk, load_trunk
+from ray_moe.errors import NotServingError, RayMoEError, RequestError
+from ray_moe.identity import GlobalRank
+from ray_moe.manifest import ClusterConfig
+from ray_moe.topology import ProcessGroupSpec
+from ray_moe.weights.checkpoint import Checkpoint
+from ray_moe.weights.slots import SlotPool
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class LoadProgress:
+    """How far this peer is with its one-time work; read by whoever draws a progress bar."""
+
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+
+
+@dataclass
+class _Serving:
+    """What exists once the peer has joined a group."""
+
+    transport: Transport
+    loop: EngineLoop | None = None
+    thread: threading.Thread | None = None
+    leases: dict[int, Grant] = field(default_factory=dict)
+
+
+class ExpertActor:
+    """Ray actor, one per rank. Life: `load`, `fill`, `join`, `serve`; then `generate`, `stage`, `fill`, `free`, `stop`."""
+
+    def __init__(self, config: ClusterConfig, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._config, self._rank = config, GlobalRank(rank)
+        self._dtype = getattr(torch, config.dtype)
+        self._progress = LoadProgress()
+        self._trunk: Trunk | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._pool: SlotPool | None = None
+        self._counters: dict[int, LayerCounters] = {}
+        self._serving: _Serving | None = None
+        self._routing: ActorHandle | None = None
+        self._peers: tuple[ActorHandle, ...] = ()
+        self._streams: dict[str, asyncio.Queue[StreamRecord | RayMoEError]] = {}
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._filling = asyncio.Lock()
+
+    # ---- one-time work ----
+
+    async def load(self, model: Path) -> ModelFacts:
+        """Load the trunk and open the checkpoint; no expert is read. Raises what `load_trunk` and `Checkpoint` raise."""
+        return await self._beside(self._load, model)
+
+    def _load(self, model: Path) -> ModelFacts:
+        config = self._config
+        self._progress = LoadProgress("trunk", 0, 1)
+        self._trunk = load_trunk(
+            model,
+            dtype=self._dtype,
+            device=config.device,
+            attn_implementation="ray_moe",
+            trust_remote_code=config.trust_remote_code,
+        )
+        self._checkpoint = Checkpoint(model, trust_remote_code=config.trust_remote_code)
+        self._counters = {layer: LayerCounters() for layer in self._checkpoint.moe_layers}
+        self._progress = LoadProgress("trunk", 1, 1)
+        return ModelFacts(
+            checkpoint_version=self._checkpoint.identity,
+            moe_layers=self._checkpoint.moe_layers,
+            num_experts=self._checkpoint.num_experts,
+            expert_bytes=self._checkpoint.expert_bytes,
+            vocab_size=self._trunk.vocab_size,
+            max_positions=self._trunk.max_positions,
+            trunk_parameters=sum(parameter.numel() for parameter in self._trunk.model.parameters()),
+        )
+
+    async def allocate(self, capacity: int) -> None:
+        """Reserve `capacity` slots per layer; their addresses stay for this actor's life."""
+        checkpoint = _present(self._checkpoint, "load the model first")
+        self._pool = SlotPool(
+            checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=self._config.device
+        )
+
+    async def fill(self, fills: Sequence[Fill]) -> dict[tuple[int, int], str]:
+        """Read experts into free slots, beside serving ones; returns the digest by (layer, pool slot) of what arrived.
+
+        When one of them fails, those that this call filled are freed again and the error propagates.
+        """
+        async with self._filling:
+            return await self._beside(self._fill, fills)
+
+    def _fill(self, fills: Sequence[Fill]) -> dict[tuple[int, int], str]:
+        pool, checkpoint = _present(self._pool, "allocate first"), _present(self._checkpoint, "load the model first")
+        digests: dict[tuple[int, int], str] = {}
+        self._progress = LoadProgress("experts", 0, len(fills))
+        try:
+            for item in fills:
+                weights = checkpoint.expert(item.layer, item.expert.value, dtype=self._dtype)
+                digests[item.layer, item.pool_slot] = pool.fill(item.layer, item.pool_slot, weights)
+                self._progress = LoadProgress("experts", len(digests), len(fills))
+        except BaseException:
+            for layer, pool_slot in digests:
+                pool.release(layer, pool_slot)
+            raise
+        return digests
+
+    async def free(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Free pool slots (layer, pool slot) that no live generation refers to."""
+        pool = _present(self._pool, "allocate first")
+        for layer, pool_slot in slots:
+            pool.release(layer, pool_slot)
+
+    async def join(self, spec: ProcessGroupSpec, store: StoreAddress) -> None:
+        """Take this peer's seat in an epoch; returns when all members have joined. Raises `CollectiveError`."""
+
+        def connect() -> GlooGroup:
+            return GlooGroup(spec, self._rank, store, self._config.step_deadline_s)
+
+        group = await self._beside(connect)
+        self._serving = _Serving(transport=transport_named(self._config.transport, group))
+
+    async def serve(self, routing: ActorHandle, peers: Sequence[ActorHandle]) -> None:
+        """Acquire a lease on the active generation and start the engine loop under it."""
+        config, trunk = self._config, _present(self._trunk, "load the model first")
+        serving = _present(self._serving, "join a group first")
+        self._routing, self._peers = routing, tuple(peers)
+        self._events = asyncio.get_running_loop()
+        view = await self._acquire_view()
+        serving.loop = EngineLoop(
+            self._rank.value,
+            trunk,
+            KVCache(config.kv_blocks, config.block_size, config.device),
+            Scheduler(
+                num_blocks=config.kv_blocks,
+                block_size=config.block_size,
+                max_prefill_tokens=config.max_prefill_tokens,
+                max_decode_rows=config.max_decode_rows,
+                max_positions=trunk.max_positions,
+                vocab_size=trunk.vocab_size,
+                device=config.device,
+            ),
+            serving.transport.group,
+            view,
+            _Outlet(self),
+            audit_rate=config.audit_rate,
+        )
+        serving.thread = threading.Thread(target=serving.loop.run, name=f"engine-{self._rank}", daemon=True)
+        serving.thread.start()
+        self._progress = LoadProgress("serving", 1, 1)
+
+    # ---- generations ----
+
+    async def stage(self) -> int:
+        """Acquire a lease on the active generation and hold it ready; returns the generation.
+
+        It takes effect at the first step where every peer has staged it. Raises `StaleHandleError` when this peer's
+        slots or epoch are not the placement's; the lease is then given back.
+        """
+        view = await self._acquire_view()
+        try:
+            self._loop.stage(view)
+        except RayMoEError:
+            self._return_lease(view.lease.generation)
+            raise
+        return view.lease.generation
+
+    async def _acquire_view(self) -> GenerationView:
+        serving, routing = _present(self._serving, "join a group first"), _present(self._routing, "serve first")
+        deadline = self._config.step_deadline_s
+        grant: Grant = await ray_await(
+            routing.acquire.remote(self._holder), deadline, f"lease for {self._holder}"
+        )
+        serving.leases[grant.lease.generation] = grant
+        try:
+            return await self._beside(self._compile, grant, serving.transport)
+        except RayMoEError:
+            self._return_lease(grant.lease.generation)
+            raise
+
+    def _compile(self, grant: Grant, transport: Transport) -> GenerationView:
+        return build_view(
+            grant.lease,
+            grant.header,
+            grant.snapshot,
+            self._rank,
+            _present(self._trunk, "load the model first"),
+            _present(self._pool, "allocate first"),
+            transport,
+            runner=self._config.runner,
+            policy=self._config.policy,
+            counters=self._counters,
+        )
+
+    def _return_lease(self, generation: int) -> None:
+        grant = _present(self._serving, "join a group first").leases.pop(generation)
+        _present(self._routing, "serve first").release.remote(grant.lease)
+
+    # ---- requests ----
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[StreamRecord]:
+        """Stream one generation, a record per step that gave it tokens; the last has a `finish_reason`.
+
+        Raises `RequestError` when it cannot be admitted, `PeerLostError` when the epoch breaks, `NotServingError` when
+        this peer does not serve. A reader that goes away cancels its request.
+        """
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id {request.request_id!r} is already running on rank {self._rank}", "request_id")
+        records: asyncio.Queue[StreamRecord | RayMoEError] = asyncio.Queue()
+        self._streams[request.request_id] = records
+        finished = False
+        try:
+            self._loop.submit(
+                Request(
+                    request.request_id,
+                    request.prompt_ids,
+                    admitted(request.params),
+                    request.prefix_ids,
+                    frozenset(_present(self._trunk, "load the model first").eos_token_ids),
+                )
+            )
+            while not finished:
+                item = await wait_for(
+                    records.get(), self._config.request_deadline_s, f"next token of {request.request_id}"
+                )
+                if isinstance(item, RayMoEError):
+                    finished = True
+                    raise item
+                finished = item.finish_reason is not None
+                yield item
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self._cancel_in_loop(request.request_id)
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request: its KV is free within one step. False when it does not run here."""
+        if request_id not in self._streams:
+            return False
+        self._loop.cancel(request_id)
+        return True
+
+    def _cancel_in_loop(self, request_id: str) -> None:
+        try:
+            self._loop.cancel(request_id)
+        except RayMoEError as error:
+            # The loop has ended, and with it every request: there is nothing left to free.
+            _LOG.info("cancel of %s: %s", request_id, error)
+
+    # ---- everything else ----
+
+    async def wake(self) -> None:
+        """A peer has work."""
+        self._loop.wake()
+
+    async def peer_lost(self, detail: str) -> None:
+        """Another peer is known to be dead: fail this epoch's requests now."""
+        self._loop.break_epoch(detail)
+
+    async def stop(self) -> None:
+        """End the loop at the step where all peers were asked to stop."""
+        serving = _present(self._serving, "join a group first")
+        self._loop.stop()
+        thread = _present(serving.thread, "serve first")
+        await self._beside(join_thread, thread, self._config.step_deadline_s, f"engine loop of rank {self._rank}")
+
+    async def progress(self) -> LoadProgress:
+        return self._progress
+
+    async def status(self) -> EngineStatus:
+        """This peer's counters, from the layers and the scheduler themselves."""
+        loop, pool = self._loop, _present(self._pool, "allocate first")
+        trunk = _present(self._trunk, "load the model first")
+        scheduler = loop.scheduler
+        per_layer = self._counters.values()
+        experts = {id(parameter) for module in trunk.experts.values() for parameter in module.parameters()}
+        return EngineStatus(
+            rank=self._rank.value,
+            state=loop.state.value,
+            failure=str(loop.failure or ""),
+            generation=loop.view.lease.generation,
+            epoch=loop.group.spec.epoch,
+            steps_agreed=loop.counters.steps_agreed,
+            steps_worked=loop.counters.steps_worked,
+            waiting=scheduler.counts.waiting,
+            running=scheduler.counts.running,
+            outstanding_tokens=scheduler.outstanding_tokens,
+            tokens_emitted=loop.counters.tokens_emitted,
+            kv_blocks_used=scheduler.total_blocks - scheduler.free_blocks,
+            kv_blocks_total=scheduler.total_blocks,
+            rows_local=sum(counters.rows_local for counters in per_layer),
+            rows_sent=sum(counters.rows_sent for counters in per_layer),
+            rows_received=sum(counters.rows_received for counters in per_layer),
+            audited=sum(counters.audited for counters in per_layer),
+            resident_slots={layer: pool.capacity - len(pool.free_slots(layer)) for layer in pool.layers},
+            trunk_has_experts=bool(experts),
+        )
+
+    @property
+    def _holder(self) -> str:
+        return f"rank-{self._rank}"
+
+    @property
+    def _loop(self) -> EngineLoop:
+        if self._serving is None or self._serving.loop is None:
+            raise NotServingError(f"rank {self._rank} is not serving yet ({self._progress.phase})")
+        return self._serving.loop
+
+    async def _beside(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Run blocking work on another thread, under the start deadline."""
+        return await wait_for(
+            asyncio.to_thread(work, *args), self._config.start_deadline_s, f"{work.__name__} on rank {self._rank}"
+        )
+
+
+class _Outlet:
+    """Carries the loop's results from its thread to the actor's event loop; every call returns at once."""
+
+    def __init__(self, actor: ExpertActor) -> None:
+        self._actor = actor
+
+    def deliver(self, record: StreamRecord) -> None:
+        self._soon(self._put, record.request_id, record)
+
+    def refuse(self, request_id: str, error: RayMoEError) -> None:
+        self._soon(self._put, request_id, error)
+
+    def lease_returned(self, view: GenerationView) -> None:
+        self._soon(self._actor._return_lease, view.lease.generation)
+
+    def serving(self, view: GenerationView, step: int) -> None:
+        _LOG.info("%s serves generation %d from step %d", self._actor._holder, view.lease.generation, step)
+
+    def wake_peers(self) -> None:
+        self._soon(lambda: [peer.wake.remote() for peer in self._actor._peers])
+
+    def _put(self, request_id: str, item: StreamRecord | RayMoEError) -> None:
+        stream = self._actor._streams.get(request_id)
+        if stream is not None:  # the reader may have gone; then the cancel is already on its way
+            stream.put_nowait(item)
+
+    def _soon(self, call: Callable[..., Any], *args: Any) -> None:
+        _present(self._actor._events, "serve first").call_soon_threadsafe(call, *args)
+
+
+def _present(value: _T | None, hint: str) -> _T:
+    if value is None:
+        raise NotServingError(f"this peer is not ready: {hint}")
+    return value

@@ -1,0 +1,71 @@
+"""Every Ray call that makes, names or finds an actor of a cluster.
+
+All actors are detached and named `{cluster}.controller`, `{cluster}.routing`, `{cluster}.expert-{rank}` in namespace
+`ray_moe`, so that any process that reaches the Ray cluster can find them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from ray_moe.errors import ConfigError, NotServingError
+
+if TYPE_CHECKING:
+    from ray_moe.manifest import ClusterConfig
+
+NAMESPACE = "ray_moe"
+
+
+def create_controller(config: ClusterConfig) -> ActorHandle:
+    """The controller of a new cluster; `ConfigError` when a cluster of this name already runs."""
+    from ray_moe.actors.controller import ControllerActor
+
+    try:
+        return _create(ControllerActor, f"{config.name}.controller", 0.0, config)
+    except ValueError as error:
+        raise ConfigError(f"a cluster named {config.name!r} already runs here; `down` it or choose another name") from error
+
+
+def create_routing(config: ClusterConfig) -> ActorHandle:
+    """The routing actor of `config`'s cluster."""
+    from ray_moe.actors.routing import RoutingActor
+
+    return _create(RoutingActor, f"{config.name}.routing", 0.0, config)
+
+
+def create_expert(config: ClusterConfig, rank: int) -> ActorHandle:
+    """The expert actor that is global `rank`."""
+    from ray_moe.actors.expert import ExpertActor
+
+    return _create(ExpertActor, f"{config.name}.expert-{rank}", config.cpus_per_peer, config, rank)
+
+
+def find_controller(cluster: str) -> ActorHandle:
+    """The controller of a running cluster; `NotServingError` when there is none."""
+    try:
+        return ray.get_actor(f"{cluster}.controller", namespace=NAMESPACE)
+    except ValueError as error:
+        raise NotServingError(f"no cluster named {cluster!r} runs on this Ray cluster") from error
+
+
+def kill(actor: ActorHandle) -> None:
+    """End an actor's process at once; a dead one is fine."""
+    ray.kill(actor, no_restart=True)
+
+
+def _create(kind: type, name: str, cpus: float, *args: Any) -> ActorHandle:
+    # One OpenMP thread per actor: several share this host, and an idle thread pool that spins would starve the others.
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
+    options = ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=cpus,
+        max_restarts=0,
+        runtime_env=environment,
+        max_concurrency=1000,
+    )
+    return options.remote(*args)

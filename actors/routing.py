@@ -1,0 +1,112 @@
+"""The routing actor: the registries of releases and placements, leases, and the headers that leases grant.
+
+It is the only place that knows which generation is active and who still refers to an old one. Nothing here blocks, and
+no step ever waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ray_moe.controlplane.generations import GenerationStatus, PlacementRegistry
+from ray_moe.dataplane.handle import HandleABI, HandleHeader
+from ray_moe.errors import GenerationError
+from ray_moe.manifest import ClusterConfig
+from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a lease gives its holder: the header to bind handles with, and the placement it names."""
+
+    lease: Lease
+    header: HandleHeader
+    snapshot: PlacementSnapshot
+
+
+@dataclass(frozen=True)
+class Retired:
+    """Generations that have just left service, and the ones whose slots must stay."""
+
+    retired: tuple[PlacementSnapshot, ...]
+    live: tuple[PlacementSnapshot, ...]
+
+
+class RoutingActor:
+    """Ray actor around the pure `PlacementRegistry`; one release at a time."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._registry = PlacementRegistry(final_after_steps=config.final_after_steps)
+        self._abi = HandleABI(payload_dtype=config.dtype, return_dtype=config.dtype)
+        self._release: ReleaseBundle | None = None
+
+    async def publish(self, snapshot: PlacementSnapshot, release: ReleaseBundle) -> None:
+        """Make a verified placement the active generation of `release`.
+
+        Raises `GenerationError` when it is not verified, not newer, or belongs to another release or checkpoint.
+        """
+        coordinates = (release.release_id, release.checkpoint_version, release.dispatch_handle_abi)
+        if coordinates != (snapshot.release_id, snapshot.checkpoint_version, self._abi.handle_version):
+            raise GenerationError(
+                f"generation {snapshot.generation} is of release {snapshot.release_id}, checkpoint "
+                f"{snapshot.checkpoint_version}, ABI {self._abi.handle_version}; the bundle says {coordinates}"
+            )
+        self._registry.publish(snapshot)
+        self._release = release
+
+    async def acquire(self, holder: str) -> Grant:
+        """A lease on the active generation, with its header. `GenerationError` before the first publication."""
+        lease = self._registry.acquire(holder)
+        snapshot = self._registry.require_live(lease.generation)
+        header = HandleHeader(
+            release_id=snapshot.release_id,
+            checkpoint_version=snapshot.checkpoint_version.value,
+            placement_version=snapshot.version.value,
+            generation=snapshot.generation,
+            process_group_id=snapshot.group.process_group_id.value,
+            epoch=snapshot.group.epoch,
+            placement_digest=snapshot.digest,
+            abi=self._abi,
+            lease_id=lease.lease_id,
+            holder=holder,
+        )
+        return Grant(lease, header, snapshot)
+
+    async def release(self, lease: Lease) -> None:
+        """Take a lease back, exactly once; `GenerationError` otherwise."""
+        self._registry.release(lease)
+
+    async def bury(self, holder: str) -> int:
+        """Release everything that a dead holder had; returns how many leases that were."""
+        leases = self._registry.leases_of(holder)
+        for lease in leases:
+            self._registry.release(lease)
+        return len(leases)
+
+    async def retire_due(self, committed_step: int) -> Retired:
+        """Retire every draining generation that nobody refers to and that is final by `committed_step`."""
+        self._registry.committed_step(committed_step)
+        retired = tuple(self._registry.retire(generation) for generation in self._registry.retirable())
+        return Retired(retired, self._registry.live())
+
+    async def retire(self, generation: int) -> None:
+        """Retire one generation, or `RetirementRefusedError` naming its holders."""
+        self._registry.retire(generation)
+
+    async def active(self) -> PlacementSnapshot:
+        """The active placement; `GenerationError` before the first publication."""
+        return self._registry.active()
+
+    async def live(self) -> tuple[PlacementSnapshot, ...]:
+        """All placements whose slots must stay as they are, ascending."""
+        return self._registry.live()
+
+    async def status(self) -> tuple[GenerationStatus, ...]:
+        """Every generation with its state, references and holders."""
+        return self._registry.status()
+
+    async def release_bundle(self) -> ReleaseBundle:
+        """What is served; `GenerationError` before the first publication."""
+        if self._release is None:
+            raise GenerationError("no release has been published yet")
+        return self._release

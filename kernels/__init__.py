@@ -1,0 +1,1 @@
+"""Kernels and their torch twins, which are the oracle and the CPU implementation."""

@@ -1,0 +1,1 @@
+"""The `ray-moe` command line, one module per verb group."""

@@ -1,0 +1,93 @@
+"""The step agreement: what all peers know about a step before it runs (DESIGN section 4).
+
+Each peer offers one fixed-size record per step. `agree` is pure: the same records give the same `Agreement` on every
+peer, or the same refusal. The record of step n + 1 is offered before step n's tokens are known, so the exchange
+overlaps step n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from ray_moe.errors import AgreementError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One peer's line. `release64` and `header64` are 63-bit digests; row counts are upper bounds for the step.
+
+    `staged_generation` is the newest generation whose lease this peer holds, `staged_epoch` the newest epoch whose
+    group it has joined.
+    """
+
+    release64: int
+    header64: int
+    generation: int
+    epoch: int
+    step: int
+    prefill_rows: int
+    decode_rows: int
+    has_work: int
+    stop: int
+    staged_generation: int
+    staged_epoch: int
+
+    def to_tensor(self) -> Tensor:
+        """int64 [11], on the host: the agreement never touches the device."""
+        return torch.tensor(astuple(self), dtype=torch.int64)
+
+    @staticmethod
+    def lines(gathered: Tensor) -> tuple[StepRecord, ...]:
+        """The peers' records from [P, 11], in peer-slot order."""
+        return tuple(StepRecord(*line) for line in gathered.tolist())
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What every peer does in `step`: which units run, in this order, and what takes effect at the boundary before it.
+
+    A unit runs when any peer planned rows for it; the others join with zero rows. `generation` and `epoch` are the ones
+    that the step runs under: the minimum over the peers of what they have staged.
+    """
+
+    step: int
+    prefill: bool
+    decode: bool
+    rows_P: tuple[int, ...]
+    has_work: bool
+    stop: bool
+    generation: int
+    epoch: int
+
+
+def agree(records: Sequence[StepRecord]) -> Agreement:
+    """Fold the peers' records of one step. Raises `AgreementError` naming the field and the two peer slots that differ."""
+    first = records[0]
+    for name in ("release64", "header64", "generation", "epoch", "step"):
+        for peer, record in enumerate(records):
+            if getattr(record, name) != getattr(first, name):
+                raise AgreementError(
+                    f"step {first.step}: peer slot 0 has {name} {getattr(first, name)}, "
+                    f"peer slot {peer} has {getattr(record, name)}"
+                )
+    for peer, record in enumerate(records):
+        if min(record.prefill_rows, record.decode_rows) < 0:
+            raise AgreementError(f"step {first.step}: peer slot {peer} planned a negative number of rows: {record}")
+        if record.staged_generation < record.generation or record.staged_epoch < record.epoch:
+            raise AgreementError(f"step {first.step}: peer slot {peer} staged less than it serves: {record}")
+    return Agreement(
+        step=first.step,
+        prefill=any(record.prefill_rows for record in records),
+        decode=any(record.decode_rows for record in records),
+        rows_P=tuple(record.prefill_rows + record.decode_rows for record in records),
+        has_work=any(record.has_work for record in records),
+        stop=all(record.stop for record in records),
+        generation=min(record.staged_generation for record in records),
+        epoch=min(record.staged_epoch for record in records),
+    )
+
+

@@ -1,0 +1,54 @@
+"""The seam between transports and whatever carries bytes: one epoch of an expert-parallel group.
+
+A group lives for one epoch. When a member dies the epoch is broken: every pending and later call raises
+`CollectiveError`, the group is closed, and the next epoch is another object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ray_moe.topology import ProcessGroupSpec
+
+
+class Ticket(Protocol):
+    """A submitted gather. `result` may be called once, on the thread that owns the step."""
+
+    def result(self) -> Tensor:
+        """[P, M] lines in peer-slot order. Raises `CollectiveError` when a peer is lost or the deadline passes."""
+        ...
+
+
+class ExpertGroup(Protocol):
+    """Collectives of one epoch, all in peer-slot order; peers must call them in the same order."""
+
+    spec: ProcessGroupSpec
+    peer_slot: int
+    bytes_sent: int
+    bytes_received: int
+
+    def gather(self, line: Tensor) -> Ticket:
+        """Submit this peer's int64 line [M] for the step agreement; it may be in flight beside any payload collective."""
+        ...
+
+    def gather_counts(self, line: Tensor) -> Tensor:
+        """The same for the count exchange, waited for and in order with the payload collectives. [P, M]."""
+        ...
+
+    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
+        """Rows to their peers: `rows_ND` is destination-major, the result [sum(recv_counts), D] source-major.
+
+        Peers with a zero count keep their place. Raises `CollectiveError`.
+        """
+        ...
+
+    def all_gather(self, rows_ND: Tensor) -> Tensor:
+        """Equally sized rows of all peers, [P, N, D]. Raises `CollectiveError`."""
+        ...
+
+    def close(self) -> None:
+        """Drop the epoch; peers that still wait in it get an error at once. May be called twice."""
+        ...

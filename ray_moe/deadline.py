@@ -1,0 +1,126 @@
+"""All waiting goes through here: every wait has a deadline and names what it waited for.
+
+A test bans `ray.get`, `Event.wait`, `Queue.get`, `Work.wait` and their friends everywhere else. Ray is imported only
+by the functions that need it, so that the data plane can wait without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray_moe.errors import CollectiveError, DeadlineError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_T = TypeVar("_T")
+
+
+class Deadline:
+    """A point on the monotonic clock shared by several waits in a row."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def check(self, what: str, where: str = "") -> None:
+        """Raise `DeadlineError` once the deadline has passed."""
+        if self.passed:
+            raise DeadlineError(what, self.seconds, where)
+
+
+def wait_event(event: threading.Event, seconds: float) -> bool:
+    """Wait until `event` is set or `seconds` have passed; tells which. For pacing, where running out is no error."""
+    return event.wait(timeout=seconds)
+
+
+def join_thread(thread: threading.Thread, seconds: float, what: str) -> None:
+    """Join, or `DeadlineError`."""
+    thread.join(timeout=seconds)
+    if thread.is_alive():
+        raise DeadlineError(what, seconds)
+
+
+def pause(seconds: float) -> None:
+    """Sleep between two looks at something that cannot notify; the caller owns the deadline."""
+    time.sleep(seconds)
+
+
+def wait_work(work: dist.Work, seconds: float, what: str, rank: int, epoch: int) -> None:
+    """Wait for a collective. `CollectiveError` when a peer died (connection lost) or the deadline passed."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise CollectiveError(f"{what}: {_last_line(error)}", rank, epoch) from error
+
+
+async def wait_for(awaitable: Awaitable[_T], seconds: float, what: str) -> _T:
+    """Await with a deadline; `DeadlineError` names `what`."""
+    try:
+        return await asyncio.wait_for(awaitable, timeout=seconds)
+    except TimeoutError as error:
+        raise DeadlineError(what, seconds) from error
+
+
+def ray_get(refs: Any, seconds: float, what: str) -> Any:
+    """`ray.get` with a deadline. The product's own errors arrive by the name they were raised with."""
+    import ray
+
+    try:
+        return ray.get(refs, timeout=seconds)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineError(what, seconds) from error
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from error
+
+
+async def ray_await(ref: Awaitable[_T], seconds: float, what: str) -> _T:
+    """Await an object reference with a deadline; errors as in `ray_get`."""
+    import ray
+
+    try:
+        return await wait_for(ref, seconds, what)
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from error
+
+
+async def ray_stream(refs: AsyncIterator[Any], seconds: float, what: str) -> AsyncIterator[Any]:
+    """The values of a streaming actor call, each within `seconds` of the one before; errors as in `ray_get`."""
+    while True:
+        try:
+            ref = await wait_for(anext(refs), seconds, what)
+        except StopAsyncIteration:
+            return
+        yield await ray_await(ref, seconds, what)
+
+
+def ray_ready(refs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Split refs into (ready, pending) without blocking."""
+    import ray
+
+    if not refs:
+        return [], []
+    return ray.wait(list(refs), num_returns=len(refs), timeout=0)
+
+
+def _cause(error: Any) -> BaseException:
+    """What the remote side raised, when it is an exception of its own; Ray's wrapper otherwise."""
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1][-200:] if str(error).strip() else type(error).__name__

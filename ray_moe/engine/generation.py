@@ -1,0 +1,91 @@
+"""One generation as one peer runs it: a lease, its header, and the layers compiled for it.
+
+A view is built beside the serving one, on the actor's own thread, and takes effect at an agreed step boundary. It is
+never changed; the next generation is another view over the same slot pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ray_moe.comm.transports import Transport
+from ray_moe.dataplane.handle import HandleHeader
+from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
+from ray_moe.dataplane.plan import SlotMap
+from ray_moe.dataplane.policies import policy_named
+from ray_moe.dataplane.runners import LayerWeights, runner_named
+from ray_moe.engine.trunk import Trunk
+from ray_moe.errors import StaleHandleError
+from ray_moe.identity import GlobalRank
+from ray_moe.placement import Lease, PlacementSnapshot
+from ray_moe.weights.slots import SlotPool
+
+
+@dataclass(frozen=True)
+class GenerationView:
+    """What a step runs under. `layers` by the model's layer index, in execution order."""
+
+    lease: Lease
+    header: HandleHeader
+    layers: Mapping[int, ExpertLayer]
+
+
+def build_view(
+    lease: Lease,
+    header: HandleHeader,
+    snapshot: PlacementSnapshot,
+    rank: GlobalRank,
+    trunk: Trunk,
+    pool: SlotPool,
+    transport: Transport,
+    *,
+    runner: str,
+    policy: str,
+    counters: Mapping[int, LayerCounters],
+) -> GenerationView:
+    """Compile `snapshot` for this peer over the slabs of `pool`.
+
+    Raises `StaleHandleError` when lease, header, snapshot and the transport's group are not of one generation and
+    epoch, or when a slot's resident parameters are not the ones that the snapshot was verified with.
+    """
+    group = transport.group.spec
+    if not lease.generation == header.generation == snapshot.generation:
+        raise StaleHandleError(
+            f"lease of generation {lease.generation}, header of {header.generation}, snapshot of {snapshot.generation}"
+        )
+    if not group.epoch == header.epoch == snapshot.group.epoch or group.peers != snapshot.group.peers:
+        raise StaleHandleError(
+            f"generation {snapshot.generation} is for epoch {snapshot.group.epoch} of {snapshot.group.process_group_id}, "
+            f"this peer runs epoch {group.epoch} of {group.process_group_id}"
+        )
+    layers: dict[int, ExpertLayer] = {}
+    for placement in snapshot.layers:
+        for slot in placement.slots_of(rank):
+            resident = pool.digest(placement.layer, slot.pool_slot)
+            if resident != slot.parameter_digest:
+                raise StaleHandleError(
+                    f"generation {snapshot.generation} layer {placement.layer} slot {slot.physical_slot_id}: "
+                    f"resident parameters are {resident}, the placement was verified with {slot.parameter_digest}"
+                )
+        slots = SlotMap.compile(snapshot, placement, rank, torch.device(pool.device))
+        slab = pool.slab(placement.layer)
+        layers[placement.layer] = ExpertLayer(
+            header=header,
+            slots=slots,
+            weights=LayerWeights(
+                gate_up=slab.gate_up,
+                down=slab.down,
+                gate_up_bias=slab.gate_up_bias,
+                down_bias=slab.down_bias,
+                pool_slots=slots.pool_slots,
+                activation=trunk.activation(placement.layer),
+            ),
+            transport=transport,
+            runner=runner_named(runner),
+            policy=policy_named(policy),
+            counters=counters[placement.layer],
+        )
+    return GenerationView(lease=lease, header=header, layers=layers)

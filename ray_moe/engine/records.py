@@ -1,0 +1,74 @@
+"""What crosses between an engine and whoever submits to it.
+
+Whoever submits keeps the prompt and the delivered tokens; with both, any engine can continue the stream (`prefix_ids`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ray_moe.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One generation. `prefix_ids` are tokens that an earlier submission already delivered: the stream goes on at index
+    `len(prefix_ids)`, and `params.max_tokens` counts them."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    prefix_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamRecord:
+    """Tokens of one request from one step. `index` is the position of the first of `token_ids` in the generation; a
+    reader ignores an index it already has. The last record has a `finish_reason`: stop, length or cancelled (then it has
+    no tokens)."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    step: int
+    generation: int
+    epoch: int
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What one peer says about itself; counters are exact totals since it started."""
+
+    rank: int
+    state: str
+    failure: str
+    generation: int
+    epoch: int
+    steps_agreed: int
+    steps_worked: int
+    waiting: int
+    running: int
+    outstanding_tokens: int
+    tokens_emitted: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    rows_local: int
+    rows_sent: int
+    rows_received: int
+    audited: int
+    resident_slots: dict[int, int] = field(default_factory=dict)
+    trunk_has_experts: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a peer knows about the model once its trunk is loaded; equal on every peer."""
+
+    checkpoint_version: str
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    expert_bytes: int
+    vocab_size: int
+    max_positions: int
+    trunk_parameters: int

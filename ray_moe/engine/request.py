@@ -1,0 +1,171 @@
+"""A generation request inside one engine: what was asked, how far it is, the states it goes through, who may enter."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ray_moe.engine.sampling import SamplingParams
+from ray_moe.errors import ConfigError, RayMoEError, RequestError
+
+FinishReason = Literal["stop", "length"]
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"  # holds no KV: new, or preempted
+    PREFILL = "prefill"  # holds KV; some of its known tokens are not planned yet
+    DECODE = "decode"  # all its known tokens are planned; each step adds one
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+class RequestEvent(enum.Enum):
+    ADMIT = "admit"  # blocks for all its tokens were free
+    FILL = "fill"  # the last of its known tokens was planned, and samples
+    PREEMPT = "preempt"  # an older request needed its blocks
+    FINISH = "finish"  # its last token was committed
+    CANCEL = "cancel"  # its submitter gave up, or the engine failed
+
+
+_WAITING, _PREFILL, _DECODE = RequestState.WAITING, RequestState.PREFILL, RequestState.DECODE
+
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (_WAITING, RequestEvent.ADMIT): RequestState.PREFILL,
+    (_PREFILL, RequestEvent.FILL): RequestState.DECODE,
+    (_PREFILL, RequestEvent.PREEMPT): RequestState.WAITING,
+    (_DECODE, RequestEvent.PREEMPT): RequestState.WAITING,
+    (_DECODE, RequestEvent.FINISH): RequestState.FINISHED,
+    # A preempted request's token of the step in flight still counts, and can be its last; with more than one step of
+    # look-ahead it may have been admitted again by then.
+    (_WAITING, RequestEvent.FINISH): RequestState.FINISHED,
+    (_PREFILL, RequestEvent.FINISH): RequestState.FINISHED,
+    (_WAITING, RequestEvent.CANCEL): RequestState.CANCELLED,
+    (_PREFILL, RequestEvent.CANCEL): RequestState.CANCELLED,
+    (_DECODE, RequestEvent.CANCEL): RequestState.CANCELLED,
+}
+
+
+def advance(state: RequestState, event: RequestEvent) -> RequestState:
+    """The next state; RayMoEError when the table has no such edge."""
+    following = TRANSITIONS.get((state, event))
+    if following is None:
+        raise RayMoEError(f"a request in state {state.value!r} cannot take the event {event.value!r}")
+    return following
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    `prefix_ids` are tokens that an earlier submission delivered: generation goes on at index len(prefix_ids), and
+    max_tokens counts them. A request that draws is submitted with its seed (`sampling.admitted`).
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    prefix_ids: tuple[int, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+
+    @property
+    def positions(self) -> int:
+        """Positions whose KV it ever writes: the last token is delivered, not computed on."""
+        return len(self.prompt_ids) + self.params.max_tokens - 1
+
+    def finish_reason(self, token: int, generated: int) -> FinishReason | None:
+        """Why `token`, as the last of `generated` tokens, ends the generation; None when it goes on."""
+        if token in self.eos_ids and not self.params.ignore_eos:
+            return "stop"
+        return "length" if generated >= self.params.max_tokens else None
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """How far a request is. `tokens` are known (prompt, prefix, committed); the KV of positions below `committed` is
+    written, that of positions below `planned` is written or in a unit in flight; `pending` tokens are yet to come from
+    units in flight. `ticket` orders submissions; `residency` counts preemptions."""
+
+    request: Request
+    ticket: int
+    tokens: list[int] = field(init=False)
+    blocks: tuple[int, ...] = ()
+    committed: int = 0
+    planned: int = 0
+    pending: int = 0
+    residency: int = 0
+    state: RequestState = RequestState.WAITING
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt_ids, *self.request.prefix_ids]
+
+    def take(self, event: RequestEvent) -> None:
+        self.state = advance(self.state, event)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def expected(self) -> int:
+        """Its tokens once everything in flight is committed."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def settled(self) -> bool:
+        """Its last token is in flight: nothing is left to plan."""
+        return self.expected > self.request.positions
+
+    def resubmission(self) -> Request:
+        """The request as somebody would submit it again, with all committed tokens as its prefix."""
+        return replace(self.request, prefix_ids=tuple(self.tokens[len(self.request.prompt_ids) :]))
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """What an engine can serve: `max_positions` bounds prompt + max_tokens; a KV block holds `block_size` tokens."""
+
+    num_blocks: int
+    block_size: int
+    max_positions: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be >= 1")
+
+    def blocks_for(self, positions: int) -> int:
+        return -(-positions // self.block_size)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError naming the field, its value and its bound when the request can never be served."""
+        params, prompt = request.params, len(request.prompt_ids)
+        total, blocks = prompt + params.max_tokens, self.blocks_for(request.positions)
+        asked = f"prompt ({prompt} tokens) and max_tokens ({params.max_tokens})"
+        if prompt == 0:
+            raise RequestError("the prompt has 0 tokens; it must have at least 1", "prompt")
+        if total > self.max_positions:
+            raise RequestError(f"{asked} add up to {total}; positions end at {self.max_positions}", "max_tokens")
+        if blocks > self.num_blocks:
+            raise RequestError(
+                f"{asked} need {blocks} KV blocks of {self.block_size} tokens; there are {self.num_blocks}",
+                "max_tokens",
+            )
+        for param, ids in (("prompt", request.prompt_ids), ("prefix_ids", request.prefix_ids)):
+            outside = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+            if outside is not None:
+                raise RequestError(f"{param} holds token id {outside}; ids must be in [0, {self.vocab_size})", param)
+        prefix = len(request.prefix_ids)
+        if prefix >= params.max_tokens:
+            raise RequestError(
+                f"prefix_ids has {prefix} tokens; it must have < max_tokens = {params.max_tokens}", "prefix_ids"
+            )
+        ended = next((token for token in request.prefix_ids if request.finish_reason(token, 0)), None)
+        if ended is not None:
+            raise RequestError(f"prefix_ids holds end-of-sequence id {ended}; it must end before one", "prefix_ids")
+        if params.seed is None and not params.greedy:
+            raise RequestError(
+                f"seed is None at temperature {params.temperature:g}; a request that draws needs a 64-bit integer",
+                "seed",
+            )

@@ -1,0 +1,311 @@
+"""The scheduler: which tokens of which requests each step computes, and what comes of them.
+
+Pure bookkeeping: no model, no clock, no peers; the same calls give the same plans. Life of a step:
+
+    plan(n + 1)        before step n has run: rows, positions and blocks, on what is known without step n's tokens
+    materialise(unit)  once step n is committed: the token ids, without the rows of requests that are over
+    commit(unit, ...)  the sampled tokens; finished requests give their blocks back
+
+`plan` may run one step ahead (more works too); units run, and are committed, in the order of their plans. Because of
+that order blocks can change owner at once: a unit that still reads a block runs before any unit that overwrites it.
+
+First come, first served: running requests are always the oldest ones, decodes go first, prompts share what
+`max_prefill_tokens` allows. Out of blocks, the youngest running request is preempted and computes its KV again later;
+so the oldest always advances, and every request ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ray_moe.engine.kvcache import BlockAllocator
+from ray_moe.engine.request import AdmissionLimits, FinishReason, OpenRequest, Request, RequestEvent, RequestState
+from ray_moe.engine.units import Phase, Row, StepPlan, UnitBatch, UnitPlan, pack_unit
+from ray_moe.errors import ConfigError, RayMoEError, RequestError
+
+
+@dataclass(frozen=True)
+class Emission:
+    """One token of one request; `index` counts generated tokens from 0, the prefix included."""
+
+    request_id: str
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Open requests that wait for blocks, and those that are running."""
+
+    waiting: int
+    running: int
+
+
+class Scheduler:
+    """Continuous batching over paged KV.
+
+    max_prefill_tokens bounds a prefill unit, max_decode_rows the requests that run at a time (and so a decode unit),
+    max_positions a request's prompt plus max_tokens. Packed units are put on `device`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_prefill_tokens: int,
+        max_decode_rows: int,
+        max_positions: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if max_prefill_tokens < 1 or max_decode_rows < 1:
+            raise ConfigError(
+                f"max_prefill_tokens is {max_prefill_tokens} and max_decode_rows {max_decode_rows}; both must be >= 1"
+            )
+        self.limits = AdmissionLimits(num_blocks, block_size, max_positions, vocab_size)
+        self.max_prefill_tokens, self.max_decode_rows, self.device = max_prefill_tokens, max_decode_rows, device
+        self.preemptions = 0
+        self._allocator = BlockAllocator(num_blocks)
+        self._tickets = itertools.count()
+        self._open: dict[str, OpenRequest] = {}
+        # Both in order of submission, and everything running is older than everything waiting.
+        self._running: list[OpenRequest] = []
+        self._waiting: deque[OpenRequest] = deque()
+
+    # ---- submission ----
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RequestError naming the field, its value and its bound; nothing is queued then."""
+        if request.request_id in self._open:
+            raise RequestError(f"request_id {request.request_id!r} is open already; ids must be unique", "request_id")
+        self.limits.check(request)
+        opened = OpenRequest(request, next(self._tickets))
+        self._open[request.request_id] = opened
+        self._waiting.append(opened)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request without another emission and frees its KV; False when no such request is open."""
+        opened = self._open.get(request_id)
+        if opened is None:
+            return False
+        self._close(opened, RequestEvent.CANCEL)
+        return True
+
+    def drain(self) -> tuple[str, ...]:
+        """Cancels every open request and returns their ids, oldest first, for an engine that cannot go on."""
+        request_ids = tuple(self._open)
+        for request_id in request_ids:
+            self.cancel(request_id)
+        return request_ids
+
+    def requests(self) -> tuple[Request, ...]:
+        """The open requests, oldest first, each with its committed tokens as prefix: as it would be submitted again."""
+        return tuple(opened.resubmission() for opened in self._open.values())
+
+    # ---- a step ----
+
+    def plan(self, step: int) -> StepPlan:
+        """Plans the next step and takes its blocks."""
+        self._release_settled()
+        preemptions = self.preemptions
+        decode = self._plan_decode()
+        # Blocks that were just taken from the youngest are for older requests, not for a newcomer.
+        prefill = self._plan_prefill(admit=preemptions == self.preemptions)
+        return StepPlan(step, _unit(step, "prefill", prefill), _unit(step, "decode", decode))
+
+    def materialise(self, unit: UnitPlan) -> UnitBatch | None:
+        """The unit with its token ids, without the rows of requests that finished or were cancelled since it was
+        planned; None when no row is left, and then there is nothing to commit.
+
+        A preempted request's row stays: its blocks are intact until the step that was planned at the preemption runs.
+        Raises RayMoEError when a token is not known yet, because an earlier unit is not committed.
+        """
+        live = [(row, opened) for row in unit.rows if (opened := self._find(row)) is not None]
+        for row, opened in live:
+            if len(opened.tokens) < row.start + row.count:
+                raise RayMoEError(
+                    f"step {unit.step}: request {row.request_id!r} needs {row.start + row.count} tokens and "
+                    f"{len(opened.tokens)} are known: commit the units before this one first"
+                )
+        if not live:
+            return None
+        return pack_unit(
+            unit.kind,
+            [row for row, _ in live],
+            [opened.tokens[row.start : row.start + row.count] for row, opened in live],
+            [opened.request.params for _, opened in live],
+            self.limits.block_size,
+            self.device,
+        )
+
+    def commit(self, unit: UnitPlan, batch: UnitBatch | None, tokens: Sequence[int]) -> list[Emission]:
+        """Takes the tokens sampled from `batch.sample_rows`, in order, and says what to deliver.
+
+        `batch` is what `materialise` gave. Rows of requests cancelled after that are ignored. Raises RayMoEError, and
+        changes nothing, on another number of tokens, a live row that did not run, or a token out of its turn.
+        """
+        rows = batch.rows if batch is not None else ()
+        sampled = [row for row in rows if row.samples]
+        if len(tokens) != len(sampled):
+            raise RayMoEError(f"step {unit.step}: {len(tokens)} tokens for {len(sampled)} sampled rows")
+        self._check_turn(unit, rows)
+        for row in rows:
+            opened = self._find(row)
+            if opened is not None and opened.residency == row.residency:
+                opened.committed = row.start + row.count
+        return [
+            self._deliver(opened, int(token))
+            for row, token in zip(sampled, tokens, strict=True)
+            if (opened := self._find(row)) is not None
+        ]
+
+    # ---- what it knows ----
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is open."""
+        return bool(self._open)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Positions that the open requests have yet to compute, if each runs to its max_tokens."""
+        return sum(opened.request.positions - opened.committed for opened in self._open.values())
+
+    @property
+    def counts(self) -> Counts:
+        waiting = len(self._waiting)
+        return Counts(waiting=waiting, running=len(self._open) - waiting)
+
+    @property
+    def free_blocks(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def total_blocks(self) -> int:
+        return self._allocator.num_blocks
+
+    # ---- planning ----
+
+    def _release_settled(self) -> None:
+        # Their last unit runs before the step that is being planned, so this step can have their blocks.
+        for opened in [opened for opened in self._running if opened.settled]:
+            self._running.remove(opened)
+            self._release(opened)
+
+    def _plan_decode(self) -> list[Row]:
+        rows = []
+        for opened in list(self._running):
+            # The list is a copy: whom an older request preempted meanwhile is waiting now.
+            if opened.state is RequestState.DECODE and self._make_room(opened, opened.planned + 1):
+                rows.append(self._take(opened, 1))
+        return rows
+
+    def _plan_prefill(self, admit: bool) -> list[Row]:
+        rows = []
+        budget = self.max_prefill_tokens
+        for opened in self._running:
+            if opened.state is RequestState.PREFILL and budget > 0:
+                rows.append(self._take(opened, min(opened.expected - opened.planned, budget)))
+                budget -= rows[-1].count
+        while admit and budget > 0 and self._waiting and len(self._running) < self.max_decode_rows:
+            opened = self._waiting[0]
+            # All of its tokens and the next: a prompt that fits by halves would only be preempted over and over.
+            needed = self.limits.blocks_for(min(opened.expected + 1, opened.request.positions))
+            if needed > self._allocator.num_free:
+                break
+            self._waiting.popleft()
+            self._running.append(opened)
+            opened.blocks = self._allocator.allocate(needed)
+            opened.take(RequestEvent.ADMIT)
+            rows.append(self._take(opened, min(opened.expected, budget)))
+            budget -= rows[-1].count
+        return rows
+
+    def _take(self, opened: OpenRequest, count: int) -> Row:
+        """Plans the request's next `count` tokens; the chunk that reaches its last token samples."""
+        row = Row(
+            request_id=opened.request.request_id,
+            ticket=opened.ticket,
+            residency=opened.residency,
+            start=opened.planned,
+            count=count,
+            blocks=opened.blocks,
+            samples=opened.planned + count == opened.expected,
+            index=opened.expected - len(opened.request.prompt_ids),
+        )
+        opened.planned += count
+        if row.samples:
+            opened.pending += 1
+            if opened.state is RequestState.PREFILL:
+                opened.take(RequestEvent.FILL)
+        return row
+
+    def _make_room(self, opened: OpenRequest, positions: int) -> bool:
+        """Gives the request blocks for so many positions, preempting from the youngest; False when that is itself."""
+        needed = self.limits.blocks_for(positions) - len(opened.blocks)
+        while needed > self._allocator.num_free:
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is opened:
+                return False
+        if needed > 0:
+            opened.blocks += self._allocator.allocate(needed)
+        return True
+
+    def _preempt(self, victim: OpenRequest) -> None:
+        victim.take(RequestEvent.PREEMPT)
+        self._release(victim)
+        victim.committed = victim.planned = 0
+        victim.residency += 1
+        self._waiting.appendleft(victim)
+        self.preemptions += 1
+
+    # ---- bookkeeping ----
+
+    def _check_turn(self, unit: UnitPlan, rows: tuple[Row, ...]) -> None:
+        ran = {row.ticket for row in rows}
+        for row in unit.rows:
+            opened = self._find(row)
+            if opened is None:
+                continue
+            where = f"step {unit.step}: request {row.request_id!r}"
+            if row.ticket not in ran:
+                raise RayMoEError(f"{where} is open, yet its row did not run")
+            if row.samples and row.index != opened.generated:
+                raise RayMoEError(f"{where} is given token {row.index}; its next is {opened.generated}")
+
+    def _deliver(self, opened: OpenRequest, token: int) -> Emission:
+        opened.pending -= 1
+        opened.tokens.append(token)
+        reason = opened.request.finish_reason(token, opened.generated)
+        if reason is not None:
+            self._close(opened, RequestEvent.FINISH)
+        return Emission(opened.request.request_id, opened.generated - 1, token, reason)
+
+    def _close(self, opened: OpenRequest, event: RequestEvent) -> None:
+        queue = self._waiting if opened.state is RequestState.WAITING else self._running
+        if opened in queue:  # a settled request is in neither
+            queue.remove(opened)
+        opened.take(event)
+        self._release(opened)
+        del self._open[opened.request.request_id]
+
+    def _release(self, opened: OpenRequest) -> None:
+        self._allocator.deallocate(opened.blocks)
+        opened.blocks = ()
+
+    def _find(self, row: Row) -> OpenRequest | None:
+        """The request that the row is for; None when it is over, even if its id is in use again."""
+        opened = self._open.get(row.request_id)
+        return opened if opened is not None and opened.ticket == row.ticket else None
+
+
+def _unit(step: int, kind: Phase, rows: list[Row]) -> UnitPlan | None:
+    return UnitPlan(step, kind, tuple(rows)) if rows else None

@@ -1,0 +1,1 @@
+"""What an operator sees: the status of a running cluster."""

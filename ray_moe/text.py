@@ -1,0 +1,100 @@
+"""Between tokens and text: load a tokenizer, render a chat, decode a stream without splitting a character.
+
+The engine knows token ids only. Stop strings live here, with whoever holds the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ray_moe.errors import ConfigError, RequestError
+
+_REPLACEMENT = "\ufffd"
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; `ConfigError` when the folder has none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from error
+    return tokenizer
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Token ids of a conversation by the model's own chat template, ready for the assistant's turn.
+
+    Raises `RequestError` when the model has no template or the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is the model author's program: it may raise anything
+        raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+    return tuple(tokenizer.encode(str(text), add_special_tokens=False))
+
+
+class TextStream:
+    """Turns one generation's tokens into text pieces that never split a character and never contain a stop string.
+
+    Text that could be the beginning of a stop string is held back until it is not. `stopped` is set when one was found;
+    what comes after it is dropped.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids: list[int] = []
+        self._decoded_from = self._read_from = 0
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain after these tokens; may be empty."""
+        if self.stopped:
+            return ""
+        self._ids += token_ids
+        self._held += self._decode(last=False)
+        return self._release(last=False)
+
+    def finish(self) -> str:
+        """What was held back, at the end of the generation."""
+        if self.stopped:
+            return ""
+        self._held += self._decode(last=True)
+        return self._release(last=True)
+
+    def _decode(self, last: bool) -> str:
+        """New text since the last call. Tokens are decoded with a few before them, whose text is then cut off, because
+        many tokenizers decode a token differently at the start of a text."""
+        before = self._text(self._ids[self._decoded_from : self._read_from])
+        whole = self._text(self._ids[self._decoded_from :])
+        if whole.endswith(_REPLACEMENT) and not last:
+            return ""
+        self._decoded_from, self._read_from = self._read_from, len(self._ids)
+        return whole[len(before) :]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _release(self, last: bool) -> str:
+        found = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            text, self._held = self._held[: min(found)], ""
+            return text
+        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,1 @@
+"""Expert weights: read from a checkpoint, held in slots, named by digest."""

@@ -1,0 +1,216 @@
+"""Room for experts' weights on one device: per-layer slabs whose addresses never change, filled and released by slot.
+
+A runner sees a layer's slab `gate_up [S, 2F, D]`, `down [S, D, F]` and the biases; a placement change fills free slots
+beside the ones in use and never touches those. Letters: S slots, D hidden, F ffn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from ray_moe.errors import ConfigError, SlotError
+from ray_moe.weights.checkpoint import ExpertLayout, ExpertWeights
+from ray_moe.weights.digest import parameter_digest
+
+
+class SlotState(StrEnum):
+    FREE = "free"
+    FILLING = "filling"
+    RESIDENT = "resident"
+
+
+class SlotEvent(StrEnum):
+    BEGIN = "begin"
+    COMMIT = "commit"
+    ABANDON = "abandon"
+    RELEASE = "release"
+
+
+# There is no way from RESIDENT to FILLING: weights in use are never overwritten in place.
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.BEGIN): SlotState.FILLING,  # one filler owns the slot's bytes
+    (SlotState.FILLING, SlotEvent.COMMIT): SlotState.RESIDENT,  # all bytes have arrived and were digested
+    (SlotState.FILLING, SlotEvent.ABANDON): SlotState.FREE,  # a copy failed half way; its bytes mean nothing
+    (SlotState.RESIDENT, SlotEvent.RELEASE): SlotState.FREE,  # the generation that used it has retired
+}
+
+
+def advance(state: SlotState, event: SlotEvent) -> SlotState:
+    """The state after `event`; raises SlotError for an event that the table does not list."""
+    after = TRANSITIONS.get((state, event))
+    if after is None:
+        allowed = sorted(str(known) for known_state, known in TRANSITIONS if known_state is state)
+        raise SlotError(f"a {state} slot allows {', '.join(allowed)}; it was asked to {event}")
+    return after
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One layer's storage. Only rows of resident slots hold weights; the rest is undefined."""
+
+    gate_up: Tensor  # [S, 2F, D]; [S, F, D] without a gate
+    down: Tensor  # [S, D, F]
+    gate_up_bias: Tensor | None = None  # [S, 2F]
+    down_bias: Tensor | None = None  # [S, D]
+    has_gate: bool = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def slot(self, pool_slot: int) -> ExpertWeights:
+        """Views of one slot's rows."""
+        return ExpertWeights(
+            **{name: tensor[pool_slot] for name, tensor in self.tensors().items()}, has_gate=self.has_gate
+        )
+
+
+class SlotPool:
+    """`capacity` slots in each of `layers`, allocated once, on one device and in one dtype.
+
+    Safe for a filler beside readers: a slot being filled has no readers, and the state table is guarded by a lock that
+    is never held during a copy. `layout` is that of every layer, or gives it layer by layer.
+
+    Raises ConfigError: no layers, a layer named twice, or a capacity under one.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        capacity: int,
+        layout: ExpertLayout | Callable[[int], ExpertLayout],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not layers or len(set(layers)) != len(layers):
+            raise ConfigError(f"a slot pool needs at least one layer, each once; found {list(layers)}")
+        if capacity < 1:
+            raise ConfigError(f"a slot pool needs a capacity of at least 1 slot per layer; found {capacity}")
+        self.layers, self.capacity, self.dtype = tuple(layers), capacity, dtype
+        self._layouts = {layer: layout(layer) if callable(layout) else layout for layer in layers}
+        self._slabs = {
+            layer: Slab(
+                **{
+                    name: torch.empty((capacity, *shape), dtype=dtype, device=device)
+                    for name, shape in self._layouts[layer].shapes.items()
+                },
+                has_gate=self._layouts[layer].has_gate,
+            )
+            for layer in layers
+        }
+        self.device = self._slabs[self.layers[0]].gate_up.device
+        self._states = {(layer, slot): SlotState.FREE for layer in layers for slot in range(capacity)}
+        self._digests: dict[tuple[int, int], str] = {}
+        self._lock = threading.Lock()
+
+    def fill(self, layer: int, pool_slot: int, weights: ExpertWeights) -> str:
+        """Copies `weights` into a free slot and makes it resident; returns the digest of the bytes that arrived.
+
+        Raises SlotError when the slot is not free (it is left as it is) or the weights have another layout or dtype.
+        """
+        target = self.begin_fill(layer, pool_slot)
+        try:
+            if (weights.layout, weights.dtype) != (target.layout, target.dtype):
+                raise SlotError(
+                    f"layer {layer} slot {pool_slot} holds {target.layout} in {target.dtype}; "
+                    f"it was given {weights.layout} in {weights.dtype}"
+                )
+            for (_, into), (_, source) in zip(target.named_tensors(), weights.named_tensors(), strict=True):
+                into.copy_(source)
+            return self.commit_fill(layer, pool_slot)
+        except BaseException:  # whatever stopped the copy, the slot must not stay unusable
+            self.abandon_fill(layer, pool_slot)
+            raise
+
+    def begin_fill(self, layer: int, pool_slot: int) -> ExpertWeights:
+        """Takes a free slot for a copy that writes into the returned views itself; end it by commit or abandon."""
+        self._advance(layer, pool_slot, SlotEvent.BEGIN)
+        return self._slabs[layer].slot(pool_slot)
+
+    def commit_fill(self, layer: int, pool_slot: int) -> str:
+        """Digests the bytes that are in the slot and makes it resident. The caller has seen its copy complete."""
+        self._require(layer, pool_slot, SlotState.FILLING)
+        digest = parameter_digest(self._slabs[layer].slot(pool_slot))
+        with self._lock:
+            self._step(layer, pool_slot, SlotEvent.COMMIT)
+            self._digests[layer, pool_slot] = digest
+        return digest
+
+    def abandon_fill(self, layer: int, pool_slot: int) -> None:
+        """Gives a half-filled slot back."""
+        self._advance(layer, pool_slot, SlotEvent.ABANDON)
+
+    def release(self, layer: int, pool_slot: int) -> None:
+        """Frees a resident slot. The caller knows that no generation refers to it any more."""
+        with self._lock:
+            self._step(layer, pool_slot, SlotEvent.RELEASE)
+            del self._digests[layer, pool_slot]
+
+    def weights(self, layer: int, pool_slot: int) -> ExpertWeights:
+        """Views of a resident slot's weights (not copies); SlotError if it is not resident."""
+        self._require(layer, pool_slot, SlotState.RESIDENT)
+        return self._slabs[layer].slot(pool_slot)
+
+    def digest(self, layer: int, pool_slot: int) -> str:
+        """The digest that `fill` gave; SlotError if the slot is not resident."""
+        with self._lock:  # state and digest belong together
+            self._require(layer, pool_slot, SlotState.RESIDENT)
+            return self._digests[layer, pool_slot]
+
+    def state(self, layer: int, pool_slot: int) -> SlotState:
+        self._check_range(layer, pool_slot)
+        return self._states[layer, pool_slot]
+
+    def free_slots(self, layer: int) -> tuple[int, ...]:
+        """The layer's free slots in ascending order."""
+        self._check_range(layer, 0)
+        with self._lock:
+            return tuple(slot for slot in range(self.capacity) if self._states[layer, slot] is SlotState.FREE)
+
+    def slab(self, layer: int) -> Slab:
+        """The layer's whole storage, for kernels; its addresses stay the same for the pool's life."""
+        self._check_range(layer, 0)
+        return self._slabs[layer]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all resident slots."""
+        with self._lock:
+            resident = [layer for (layer, _), state in self._states.items() if state is SlotState.RESIDENT]
+        return sum(self._layouts[layer].nbytes(self.dtype) for layer in resident)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all slabs, filled or not."""
+        return sum(layout.nbytes(self.dtype) * self.capacity for layout in self._layouts.values())
+
+    def _advance(self, layer: int, pool_slot: int, event: SlotEvent) -> None:
+        with self._lock:
+            self._step(layer, pool_slot, event)
+
+    def _step(self, layer: int, pool_slot: int, event: SlotEvent) -> None:
+        """One transition; the lock is held."""
+        self._check_range(layer, pool_slot)
+        try:
+            self._states[layer, pool_slot] = advance(self._states[layer, pool_slot], event)
+        except SlotError as error:
+            raise SlotError(f"layer {layer} slot {pool_slot}: {error}") from None
+
+    def _require(self, layer: int, pool_slot: int, state: SlotState) -> None:
+        self._check_range(layer, pool_slot)
+        found = self._states[layer, pool_slot]
+        if found is not state:
+            raise SlotError(f"layer {layer} slot {pool_slot}: expected a {state} slot, found a {found} one")
+
+    def _check_range(self, layer: int, pool_slot: int) -> None:
+        if layer not in self._slabs:
+            raise SlotError(f"layer {layer} has no slots; the pool has layers {self.layers}")
+        if not 0 <= pool_slot < self.capacity:
+            raise SlotError(f"layer {layer} slot {pool_slot}: the pool has slots 0 to {self.capacity - 1}")
