@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from ray.actor import ActorHandle
 
+from ray_moe.actors.mailbox import CLIENT_GONE_S, POLL_WAIT_S, Mailbox
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.gloo import GlooGroup
 from ray_moe.comm.rendezvous import StoreAddress
@@ -28,7 +30,7 @@ from ray_moe.deadline import join_thread, ray_await, wait_for
 from ray_moe.engine.generation import GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop
-from ray_moe.engine.records import EngineStatus, GenerateRequest, ModelFacts, StreamRecord
+from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, ModelFacts, Refusal
 from ray_moe.engine.sampling import admitted
 from ray_moe.engine.scheduler import Request, Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
@@ -63,7 +65,7 @@ class _Serving:
 
 
 class ExpertActor:
-    """Ray actor, one per rank. Life: `load`, `fill`, `join`, `serve`; then `generate`, `stage`, `fill`, `free`, `stop`."""
+    """Ray actor, one per rank. Life: `load`, `allocate`, `fill`, `join`, `serve`; then requests and generations until `stop`."""
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
         torch.set_num_threads(1)
@@ -77,7 +79,9 @@ class ExpertActor:
         self._serving: _Serving | None = None
         self._routing: ActorHandle | None = None
         self._peers: tuple[ActorHandle, ...] = ()
-        self._streams: dict[str, asyncio.Queue[StreamRecord | RayMoEError]] = {}
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._clients_of: dict[str, str] = {}
+        self._sweeper: asyncio.Task[None] | None = None
         self._events: asyncio.AbstractEventLoop | None = None
         self._filling = asyncio.Lock()
 
@@ -182,6 +186,7 @@ class ExpertActor:
         )
         serving.thread = threading.Thread(target=serving.loop.run, name=f"engine-{self._rank}", daemon=True)
         serving.thread.start()
+        self._sweeper = asyncio.create_task(self._sweep())
         self._progress = LoadProgress("serving", 1, 1)
 
     # ---- generations ----
@@ -233,54 +238,72 @@ class ExpertActor:
 
     # ---- requests ----
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[StreamRecord]:
-        """Stream one generation, a record per step that gave it tokens; the last has a `finish_reason`.
+    async def submit(self, client: str, request: GenerateRequest) -> None:
+        """Admit a request of `client`; what comes of it is fetched by `poll`, a refusal by the scheduler too.
 
-        Raises `RequestError` when it cannot be admitted, `PeerLostError` when the epoch breaks, `NotServingError` when
-        this peer does not serve. A reader that goes away cancels its request.
+        Raises `RequestError` for an id that runs already, `PeerLostError` or `NotServingError` when this peer does not
+        serve.
         """
-        if request.request_id in self._streams:
-            raise RequestError(f"request_id {request.request_id!r} is already running on rank {self._rank}", "request_id")
-        records: asyncio.Queue[StreamRecord | RayMoEError] = asyncio.Queue()
-        self._streams[request.request_id] = records
-        finished = False
+        if request.request_id in self._clients_of:
+            raise RequestError(f"request_id {request.request_id!r} already runs on rank {self._rank}", "request_id")
+        eos_ids = frozenset(_present(self._trunk, "load the model first").eos_token_ids)
+        self._mailbox(client).open.add(request.request_id)
+        self._clients_of[request.request_id] = client
         try:
             self._loop.submit(
-                Request(
-                    request.request_id,
-                    request.prompt_ids,
-                    admitted(request.params),
-                    request.prefix_ids,
-                    frozenset(_present(self._trunk, "load the model first").eos_token_ids),
-                )
+                Request(request.request_id, request.prompt_ids, admitted(request.params), request.prefix_ids, eos_ids)
             )
-            while not finished:
-                item = await wait_for(
-                    records.get(), self._config.request_deadline_s, f"next token of {request.request_id}"
-                )
-                if isinstance(item, RayMoEError):
-                    finished = True
-                    raise item
-                finished = item.finish_reason is not None
-                yield item
-        finally:
-            del self._streams[request.request_id]
-            if not finished:
-                self._cancel_in_loop(request.request_id)
+        except RayMoEError:
+            self._close(request.request_id)
+            raise
+
+    async def poll(self, client: str) -> tuple[Delivery, ...]:
+        """What `client`'s requests have been given since its last poll; waits a while for the first item.
+
+        One call carries a whole step for all requests of a client: Ray's cost is per call, not per token. A client that
+        stops polling is gone, and its requests are cancelled.
+        """
+        mailbox = self._mailbox(client)
+        mailbox.polled_at = time.monotonic()
+        return await mailbox.take(POLL_WAIT_S)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request: its KV is free within one step. False when it does not run here."""
-        if request_id not in self._streams:
+        if request_id not in self._clients_of:
             return False
         self._loop.cancel(request_id)
         return True
 
-    def _cancel_in_loop(self, request_id: str) -> None:
-        try:
-            self._loop.cancel(request_id)
-        except RayMoEError as error:
-            # The loop has ended, and with it every request: there is nothing left to free.
-            _LOG.info("cancel of %s: %s", request_id, error)
+    def _mailbox(self, client: str) -> Mailbox:
+        return self._mailboxes.setdefault(client, Mailbox())
+
+    def _close(self, request_id: str) -> None:
+        client = self._clients_of.pop(request_id, None)
+        if client is not None and client in self._mailboxes:
+            self._mailboxes[client].open.discard(request_id)
+
+    def _put(self, items: Sequence[Delivery]) -> None:
+        """Sort one step's deliveries into their clients' mailboxes."""
+        for item in items:
+            client = self._clients_of.get(item.request_id)
+            if client is None:  # cancelled, and its client gone
+                continue
+            self._mailboxes[client].put(item)
+            if isinstance(item, Refusal) or item.finish_reason is not None:
+                self._close(item.request_id)
+
+    async def _sweep(self) -> None:
+        """Cancel the requests of clients that no longer poll, and forget their mailboxes."""
+        while True:
+            await asyncio.sleep(CLIENT_GONE_S / 4)
+            now = time.monotonic()
+            for client, mailbox in list(self._mailboxes.items()):
+                if now - mailbox.polled_at < CLIENT_GONE_S:
+                    continue
+                del self._mailboxes[client]
+                for request_id in mailbox.open:
+                    del self._clients_of[request_id]
+                    self._loop.cancel(request_id)
 
     # ---- everything else ----
 
@@ -354,11 +377,9 @@ class _Outlet:
     def __init__(self, actor: ExpertActor) -> None:
         self._actor = actor
 
-    def deliver(self, record: StreamRecord) -> None:
-        self._soon(self._put, record.request_id, record)
-
-    def refuse(self, request_id: str, error: RayMoEError) -> None:
-        self._soon(self._put, request_id, error)
+    def deliver(self, items: Sequence[Delivery]) -> None:
+        if items:
+            self._soon(self._actor._put, items)
 
     def lease_returned(self, view: GenerationView) -> None:
         self._soon(self._actor._return_lease, view.lease.generation)
@@ -368,11 +389,6 @@ class _Outlet:
 
     def wake_peers(self) -> None:
         self._soon(lambda: [peer.wake.remote() for peer in self._actor._peers])
-
-    def _put(self, request_id: str, item: StreamRecord | RayMoEError) -> None:
-        stream = self._actor._streams.get(request_id)
-        if stream is not None:  # the reader may have gone; then the cancel is already on its way
-            stream.put_nowait(item)
 
     def _soon(self, call: Callable[..., Any], *args: Any) -> None:
         _present(self._actor._events, "serve first").call_soon_threadsafe(call, *args)

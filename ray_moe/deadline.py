@@ -98,16 +98,6 @@ async def ray_await(ref: Awaitable[_T], seconds: float, what: str) -> _T:
         raise _cause(error) from error
 
 
-async def ray_stream(refs: AsyncIterator[Any], seconds: float, what: str) -> AsyncIterator[Any]:
-    """The values of a streaming actor call, each within `seconds` of the one before; errors as in `ray_get`."""
-    while True:
-        try:
-            ref = await wait_for(anext(refs), seconds, what)
-        except StopAsyncIteration:
-            return
-        yield await ray_await(ref, seconds, what)
-
-
 def ray_ready(refs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Split refs into (ready, pending) without blocking."""
     import ray

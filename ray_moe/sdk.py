@@ -6,20 +6,25 @@ by the tokens that it has outstanding on each peer.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from ray_moe.actors.controller import Directory
-from ray_moe.deadline import ray_await, ray_stream
-from ray_moe.engine.records import GenerateRequest, StreamRecord
+from ray_moe.actors.mailbox import POLL_WAIT_S
+from ray_moe.deadline import ray_await, wait_for
+from ray_moe.engine.records import Delivery, GenerateRequest, Refusal, StreamRecord
 from ray_moe.engine.sampling import SamplingParams, admitted
-from ray_moe.errors import PeerLostError
+from ray_moe.errors import PeerLostError, RayMoEError, RequestError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,12 @@ class Generation:
 
 
 class Client:
-    """Generates on a cluster. One event loop; not thread-safe."""
+    """Generates on a cluster. Belongs to one event loop; not thread-safe."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
-        self._outstanding = dict.fromkeys(range(len(directory.peers)), 0)
-        self._running: dict[str, int] = {}
+        name = f"client-{uuid.uuid4().hex}"
+        self._links = [_Link(rank, actor, name, directory) for rank, actor in enumerate(directory.peers)]
         self._turn = itertools.count(os.getpid())
 
     async def stream(
@@ -54,41 +59,29 @@ class Client:
 
         `prefix_ids` are tokens that an earlier submission delivered: with the same prompt and seeded `params` the stream
         goes on exactly there. `peer` picks a peer slot by hand. Raises `RequestError` for a request out of bounds,
-        `PeerLostError` when a peer dies, `NotServingError`, `DeadlineError`.
+        `PeerLostError` when a peer dies, `NotServingError`, `DeadlineError`. Closing the iterator cancels the request.
         """
         request = GenerateRequest(
             request_id or f"gen-{uuid.uuid4().hex}", tuple(prompt_ids), admitted(params), tuple(prefix_ids)
         )
-        chosen = self._choose() if peer is None else peer
-        outstanding = len(request.prompt_ids) + params.max_tokens
-        self._outstanding[chosen] += outstanding
-        self._running[request.request_id] = chosen
-        seconds = self.directory.config.request_deadline_s
-        position = len(request.prefix_ids)
+        link = self._links[self._choose() if peer is None else peer]
+        deliveries = await link.submit(request)
+        position, finished = len(request.prefix_ids), False
         try:
-            refs = self.directory.peers[chosen].generate.options(num_returns="streaming").remote(request)
-            async for record in ray_stream(refs, seconds, f"next token of {request.request_id}"):
-                fresh = record.token_ids[max(0, position - record.index) :] if record.token_ids else ()
-                if not fresh and record.finish_reason is None:
-                    continue
-                position += len(fresh)
-                self._outstanding[chosen] -= len(fresh)
-                outstanding -= len(fresh)
-                yield StreamRecord(
-                    record.request_id,
-                    position - len(fresh),
-                    fresh,
-                    record.step,
-                    record.generation,
-                    record.epoch,
-                    record.finish_reason,
+            while not finished:
+                item = await wait_for(
+                    deliveries.get(), self.directory.config.request_deadline_s, f"next token of {request.request_id}"
                 )
-        except RayActorError as error:
-            config = self.directory.config
-            raise PeerLostError(f"rank {chosen} of cluster {config.name!r} died", chosen, 0, 0) from error
+                if isinstance(item, Refusal):
+                    finished = True
+                    raise item.error
+                fresh = item.token_ids[max(0, position - item.index) :]
+                finished = item.finish_reason is not None
+                if fresh or finished:
+                    yield replace(item, index=position, token_ids=fresh)
+                    position += len(fresh)
         finally:
-            self._outstanding[chosen] -= outstanding
-            del self._running[request.request_id]
+            link.forget(request, cancel=not finished)
 
     async def generate(
         self,
@@ -112,13 +105,82 @@ class Client:
 
     async def cancel(self, request_id: str) -> bool:
         """End a request of this client; its KV is free within one step. False when it is not running."""
-        if request_id not in self._running:
-            return False
-        peer: ActorHandle = self.directory.peers[self._running[request_id]]
-        return bool(await ray_await(peer.cancel.remote(request_id), 30.0, f"cancel of {request_id}"))
+        for link in self._links:
+            if link.runs(request_id):
+                return await link.cancel(request_id)
+        return False
 
     def _choose(self) -> int:
         """The peer with the fewest outstanding tokens of ours; ties take turns, starting anywhere."""
-        start = next(self._turn)
-        peers = len(self._outstanding)
-        return min(range(peers), key=lambda peer: (self._outstanding[peer], (peer - start) % peers))
+        start, peers = next(self._turn), len(self._links)
+        return min(range(peers), key=lambda peer: (self._links[peer].outstanding, (peer - start) % peers))
+
+
+class _Link:
+    """One client's connection to one peer: submits its requests, polls for all of them together, sorts what comes."""
+
+    def __init__(self, rank: int, actor: ActorHandle, client: str, directory: Directory) -> None:
+        self.outstanding = 0
+        self._rank, self._actor, self._client, self._directory = rank, actor, client, directory
+        self._deliveries: dict[str, asyncio.Queue[Delivery]] = {}
+        self._owed: dict[str, int] = {}
+        self._polling: asyncio.Task[None] | None = None
+
+    async def submit(self, request: GenerateRequest) -> asyncio.Queue[Delivery]:
+        """Send a request; its deliveries come through the queue. Raises what the peer raises at once."""
+        if request.request_id in self._deliveries:
+            raise RequestError(f"request_id {request.request_id!r} is already running", "request_id")
+        queue: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._deliveries[request.request_id] = queue
+        self._owe(request.request_id, len(request.prompt_ids) + request.params.max_tokens - len(request.prefix_ids))
+        try:
+            await self._ask(self._actor.submit.remote(self._client, request), f"submit of {request.request_id}")
+        except BaseException:
+            self.forget(request, cancel=False)
+            raise
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.create_task(self._poll())
+        return queue
+
+    def forget(self, request: GenerateRequest, *, cancel: bool) -> None:
+        """The caller is done with a request; `cancel` when the peer is not."""
+        if self._deliveries.pop(request.request_id, None) is None:
+            return
+        self.outstanding -= self._owed.pop(request.request_id)
+        if cancel:
+            self._actor.cancel.remote(request.request_id)
+
+    def runs(self, request_id: str) -> bool:
+        return request_id in self._deliveries
+
+    async def cancel(self, request_id: str) -> bool:
+        return await self._ask(self._actor.cancel.remote(request_id), f"cancel of {request_id}")
+
+    async def _poll(self) -> None:
+        """Fetch until no request is left. When the peer is lost, every request of this link ends with its name."""
+        try:
+            while self._deliveries:
+                for item in await self._ask(self._actor.poll.remote(self._client), f"poll of rank {self._rank}"):
+                    self._sort(item)
+        except RayMoEError as error:
+            for request_id, queue in self._deliveries.items():
+                queue.put_nowait(Refusal(request_id, error))
+
+    def _sort(self, item: Delivery) -> None:
+        queue = self._deliveries.get(item.request_id)
+        if queue is None:
+            return
+        if isinstance(item, StreamRecord):
+            self._owe(item.request_id, -len(item.token_ids))
+        queue.put_nowait(item)
+
+    def _owe(self, request_id: str, tokens: int) -> None:
+        self.outstanding += tokens
+        self._owed[request_id] = self._owed.get(request_id, 0) + tokens
+
+    async def _ask(self, ref: Awaitable[_T], what: str) -> _T:
+        config = self._directory.config
+        try:
+            return await ray_await(ref, config.step_deadline_s + POLL_WAIT_S, what)
+        except RayActorError as error:
+            raise PeerLostError(f"rank {self._rank} of cluster {config.name!r} died", self._rank, 0, 0) from error

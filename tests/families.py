@@ -88,7 +88,7 @@ MOE_LAYERS = {name: (1, 2) if "first_k_dense_replace" in extra else (0, 1, 2) fo
 
 def family_config(name: str, *, vocab_size: int = 320) -> PretrainedConfig:
     cls, extra = _FAMILIES[name]
-    return cls(**{**_COMMON, **extra}, vocab_size=vocab_size)
+    return cls(**{**_COMMON, **extra, "vocab_size": vocab_size})
 
 
 def build_model(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -24,7 +24,7 @@ from ray_moe.dataplane.layer import Invocation
 from ray_moe.deadline import wait_event
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.kvcache import KVCache
-from ray_moe.engine.records import StreamRecord
+from ray_moe.engine.records import Delivery, Refusal, StreamRecord
 from ray_moe.engine.scheduler import Emission, Request, Scheduler
 from ray_moe.engine.trunk import Trunk
 from ray_moe.engine.units import StepPlan, UnitBatch
@@ -63,11 +63,8 @@ LOOP_TABLE: dict[LoopState, dict[str, LoopState]] = {
 class Outlet(Protocol):
     """Where a loop's results go. Called on the loop's thread; must return at once."""
 
-    def deliver(self, record: StreamRecord) -> None:
-        """Tokens of one request from one step."""
-
-    def refuse(self, request_id: str, error: RayMoEError) -> None:
-        """A request ends with an error that the caller can act on."""
+    def deliver(self, items: Sequence[Delivery]) -> None:
+        """Everything that one step, or one action, has for callers."""
 
     def lease_returned(self, view: GenerationView) -> None:
         """No local handle of `view` is left; its lease can go back."""
@@ -262,7 +259,7 @@ class EngineLoop:
             try:
                 self.scheduler.submit(request)
             except RayMoEError as error:
-                self.outlet.refuse(request.request_id, error)
+                self.outlet.deliver([Refusal(request.request_id, error)])
 
         self.post(admit)
 
@@ -273,7 +270,7 @@ class EngineLoop:
             if self.scheduler.cancel(request_id):
                 lease, step = self.view.lease, self.counters.steps_agreed
                 self.outlet.deliver(
-                    StreamRecord(request_id, 0, (), step, lease.generation, lease.epoch, "cancelled")
+                    [StreamRecord(request_id, 0, (), step, lease.generation, lease.epoch, "cancelled")]
                 )
 
         self.post(drop)
@@ -327,21 +324,25 @@ class EngineLoop:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _deliver(self, emissions: Iterable[Emission]) -> None:
-        lease = self.view.lease
-        for item in emissions:
-            self.counters.tokens_emitted += 1
-            self.outlet.deliver(
+    def _deliver(self, emissions: Sequence[Emission]) -> None:
+        if not emissions:
+            return
+        self.counters.tokens_emitted += len(emissions)
+        lease, step = self.view.lease, self.counters.steps_agreed
+        self.outlet.deliver(
+            [
                 StreamRecord(
                     item.request_id,
                     item.index,
                     (item.token_id,),
-                    self.counters.steps_agreed,
+                    step,
                     lease.generation,
                     lease.epoch,
                     item.finish_reason,
                 )
-            )
+                for item in emissions
+            ]
+        )
 
     def _fail(self, error: RayMoEError) -> None:
         self.failure = error
@@ -353,8 +354,7 @@ class EngineLoop:
         with self._lock:
             self._closed = True
         self._take_inbox()
-        for request_id in self.scheduler.drain():
-            self.outlet.refuse(request_id, error)
+        self.outlet.deliver([Refusal(request_id, error) for request_id in self.scheduler.drain()])
 
     def _advance(self, event: str) -> None:
         following = LOOP_TABLE[self.state].get(event)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ray_moe.engine.sampling import SamplingParams
+from ray_moe.errors import RayMoEError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,17 @@ class StreamRecord:
     generation: int
     epoch: int
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request ends with an error that its caller can act on."""
+
+    request_id: str
+    error: RayMoEError
+
+
+Delivery = StreamRecord | Refusal
 
 
 @dataclass(frozen=True)

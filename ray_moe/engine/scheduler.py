@@ -114,10 +114,10 @@ class Scheduler:
     def plan(self, step: int) -> StepPlan:
         """Plans the next step and takes its blocks."""
         self._release_settled()
-        preemptions = self.preemptions
+        # Decodes first: they free blocks when they preempt, and a prompt must not take what they need. Whoever was just
+        # preempted heads the queue and needs more blocks than it left, so no newcomer gets in at its cost.
         decode = self._plan_decode()
-        # Blocks that were just taken from the youngest are for older requests, not for a newcomer.
-        prefill = self._plan_prefill(admit=preemptions == self.preemptions)
+        prefill = self._plan_prefill()
         return StepPlan(step, _unit(step, "prefill", prefill), _unit(step, "decode", decode))
 
     def materialise(self, unit: UnitPlan) -> UnitBatch | None:
@@ -207,14 +207,14 @@ class Scheduler:
                 rows.append(self._take(opened, 1))
         return rows
 
-    def _plan_prefill(self, admit: bool) -> list[Row]:
+    def _plan_prefill(self) -> list[Row]:
         rows = []
         budget = self.max_prefill_tokens
         for opened in self._running:
             if opened.state is RequestState.PREFILL and budget > 0:
                 rows.append(self._take(opened, min(opened.expected - opened.planned, budget)))
                 budget -= rows[-1].count
-        while admit and budget > 0 and self._waiting and len(self._running) < self.max_decode_rows:
+        while budget > 0 and self._waiting and len(self._running) < self.max_decode_rows:
             opened = self._waiting[0]
             # All of its tokens and the next: a prompt that fits by halves would only be preempted over and over.
             needed = self.limits.blocks_for(min(opened.expected + 1, opened.request.positions))

@@ -10,6 +10,7 @@ Letters: T tokens, K top-k, R rows, D hidden, F ffn.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ray_moe.errors import CheckpointError, ConfigError, NotServingError, UnsupportedModelError
 from ray_moe.weights.checkpoint import check_supported, read_config
 from ray_moe.weights.shards import read_index
-from ray_moe.weights.sources import experts_modules, model_class
+from ray_moe.weights.sources import experts_modules, meta_model, model_class
 
 EXPERTS_IMPLEMENTATION = "ray_moe"
 
@@ -51,7 +52,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, bound_experts_forward)
 
 @dataclass(frozen=True)
 class Trunk:
-    """A loaded trunk: `experts` maps each MoE layer to its parameterless experts module; `top_k` is routes per token."""
+    """A trunk: `experts` maps each MoE layer to its parameterless experts module, `top_k` is routes per token."""
 
     model: PreTrainedModel
     config: PretrainedConfig
@@ -133,7 +134,7 @@ def load_trunk(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str,
     trust_remote_code: bool = False,
 ) -> Trunk:
     """Loads everything except the routed experts from a model folder, in evaluation mode and without gradients.
@@ -141,18 +142,18 @@ def load_trunk(
     `attn_implementation` is a name in transformers' attention registry; register your own before the call.
 
     Raises:
-        ConfigError: no model folder, untrusted code, or an attention implementation that nobody registered.
+        ConfigError: no model folder, untrusted code, or an attention implementation that nobody registered or that the
+            family does not take.
         UnsupportedModelError: a family that cannot be served exactly; nothing has been loaded then.
         CheckpointError: a shard is truncated, or a tensor of the trunk is missing or of another shape.
     """
     folder = Path(path)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     check_supported(config, path=folder, trust_remote_code=trust_remote_code)
-    if attn_implementation != "eager" and attn_implementation not in ALL_ATTENTION_FUNCTIONS:
-        known = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
-        raise ConfigError(f"attention implementation {attn_implementation!r} is not registered; known: {known}")
+    cls = model_class(config, folder, trust_remote_code)
+    _check_attention(cls, config, attn_implementation)
     read_index(folder)  # a truncated shard is named here; the loader below would only say that a header is invalid
-    model, report = _trunk_class(model_class(config, folder, trust_remote_code)).from_pretrained(
+    model, report = _trunk_class(cls).from_pretrained(
         folder,
         config=config,
         dtype=dtype,
@@ -203,6 +204,18 @@ def _trunk_class(cls: type[PreTrainedModel]) -> Any:
             module._is_hf_initialized = True  # type: ignore[assignment]  # there is nothing left to initialise
 
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
+def _check_attention(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) -> None:
+    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:
+        known = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
+        raise ConfigError(f"attention implementation {name!r} is not registered; known: {known}")
+    candidate = copy.deepcopy(config)
+    candidate._attn_implementation = name
+    try:
+        meta_model(candidate, cls)
+    except (ValueError, ImportError) as error:  # how transformers says that a family or this host lacks it
+        raise ConfigError(f"{config.model_type} cannot use attention implementation {name!r}: {error}") from error
 
 
 def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:

@@ -158,3 +158,31 @@ def encode_conversations(tokenizer: PreTrainedTokenizerFast, text: str, seed: in
         starts.append(len(ids))
         ids += conversation
     return torch.tensor(ids), torch.tensor(starts)
+
+
+class Batches:
+    """Random windows of both streams, on their device, of several lengths so that all positions are trained."""
+
+    WINDOWS = (256, 512, 1024, 2048)
+
+    def __init__(
+        self, plays_T: Tensor, chats_T: Tensor, chat_starts: Tensor, tokens_per_step: int, chat_share: float, seed: int
+    ) -> None:
+        self.plays_T, self.chats_T = plays_T, chats_T
+        self.chat_starts = chat_starts[chat_starts < len(chats_T) - max(self.WINDOWS)]
+        if len(plays_T) <= max(self.WINDOWS) or not len(self.chat_starts):
+            raise ConfigError(
+                f"{len(plays_T)} tokens of plays, {len(chats_T)} of speeches; the bound is over 2048 of each"
+            )
+        self.tokens_per_step, self.chat_share, self.random = tokens_per_step, chat_share, random.Random(seed)
+
+    def draw(self) -> Tensor:
+        """Token ids [B, W], about `tokens_per_step` in all, `chat_share` of the rows starting at a conversation."""
+        window = self.random.choice(self.WINDOWS)
+        rows = max(2, self.tokens_per_step // window)
+        chats = round(rows * self.chat_share)
+        device = self.plays_T.device
+        play_starts = torch.randint(len(self.plays_T) - window, (rows - chats,), device=device)
+        chat_starts = self.chat_starts[torch.randint(len(self.chat_starts), (chats,), device=device)]
+        offsets = torch.arange(window, device=device)
+        return torch.cat([self.plays_T[play_starts[:, None] + offsets], self.chats_T[chat_starts[:, None] + offsets]])

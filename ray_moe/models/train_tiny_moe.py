@@ -6,7 +6,7 @@ Every batch mixes two streams: the plays as printed, each between <|bos|> and <|
 plays' own speeches (one is the user's, the next one the assistant's), so that a chat reply is a speech that ends by
 itself at <|end|>. The last 5 % of the text is never trained on; the weights with the lowest loss there are kept.
 
-Letters in names: T tokens, D hidden, F ffn, E experts, K top-k, L layers, B rows of a batch, W tokens of a row.
+Letters: T tokens, D hidden, F ffn, E experts, K top-k, L layers, V vocabulary, B rows of a batch, W tokens of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import platform
-import random
 import time
 from datetime import date
 from pathlib import Path
@@ -32,8 +31,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ray_moe.errors import ConfigError
-from ray_moe.models.tiny_moe_text import encode_conversations, encode_plays, opening, split_text, train_tokenizer
+from ray_moe.models.tiny_moe_text import (
+    Batches,
+    encode_conversations,
+    encode_plays,
+    opening,
+    split_text,
+    train_tokenizer,
+)
 
 EVAL_WINDOW = 512
 
@@ -127,6 +132,10 @@ def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def next_token_loss(logits_BWV: Tensor, ids_BW: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BWV[:, :-1].flatten(0, 1).float(), ids_BW[:, 1:].flatten())
+
+
 @torch.no_grad()
 def evaluate(model: Any, ids_T: Tensor, rows: int = 32) -> tuple[float, Tensor]:
     """(mean next-token loss in nats, expert counts [L, E]) over disjoint windows of `EVAL_WINDOW` tokens of `ids_T`."""
@@ -137,9 +146,7 @@ def evaluate(model: Any, ids_T: Tensor, rows: int = 32) -> tuple[float, Tensor]:
         pieces = (batch[:full].view(-1, EVAL_WINDOW), batch[full:][None])  # whole windows, then the rest as a short one
         for ids_BW in (piece for piece in pieces if piece.numel() > 1):
             out = model(ids_BW, output_router_logits=True, use_cache=False)
-            loss += F.cross_entropy(
-                out.logits[:, :-1].flatten(0, 1).float(), ids_BW[:, 1:].flatten(), reduction="sum"
-            ).item()
+            loss += next_token_loss(out.logits, ids_BW).item() * ids_BW[:, 1:].numel()
             predicted += ids_BW[:, 1:].numel()
             logits_LTE = torch.stack(out.router_logits)
             chosen_LTK = logits_LTE.topk(model.config.num_experts_per_tok).indices
@@ -151,35 +158,7 @@ def evaluate(model: Any, ids_T: Tensor, rows: int = 32) -> tuple[float, Tensor]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class Batches:
-    """Random windows of both streams, resident on the device, of several lengths so that all positions are trained."""
-
-    WINDOWS = (256, 512, 1024, 2048)
-
-    def __init__(self, plays_T: Tensor, chats_T: Tensor, chat_starts: Tensor, recipe: Recipe, device: str) -> None:
-        self.plays_T, self.chats_T = plays_T.to(device), chats_T.to(device)
-        self.chat_starts = chat_starts[chat_starts < len(chats_T) - max(self.WINDOWS)].to(device)
-        if len(plays_T) <= max(self.WINDOWS) or not len(self.chat_starts):
-            raise ConfigError(
-                f"--data has {len(plays_T)} tokens of plays and {len(chats_T)} of speeches; need over 2048 of each"
-            )
-        self.recipe, self.random = recipe, random.Random(recipe.seed)
-
-    def draw(self) -> Tensor:
-        """Token ids [B, W], about `tokens_per_step` in all, `chat_share` of the rows starting at a conversation."""
-        window = self.random.choice(self.WINDOWS)
-        rows = max(2, self.recipe.tokens_per_step // window)
-        chats = round(rows * self.recipe.chat_share)
-        device = self.plays_T.device
-        play_starts = torch.randint(len(self.plays_T) - window, (rows - chats,), device=device)
-        chat_starts = self.chat_starts[torch.randint(len(self.chat_starts), (chats,), device=device)]
-        offsets = torch.arange(window, device=device)
-        return torch.cat([self.plays_T[play_starts[:, None] + offsets], self.chats_T[chat_starts[:, None] + offsets]])
-
-
-def train(
-    model: Qwen3MoeForCausalLM, batches: Batches, held_out_T: Tensor, recipe: Recipe, device: str
-) -> list[dict[str, float]]:
+def train(model: Any, batches: Batches, held_out_T: Tensor, recipe: Recipe, device: str) -> list[dict[str, float]]:
     """Train in place and leave the weights of the lowest held-out loss in `model`; returns the loss history."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -189,14 +168,18 @@ def train(
     best, best_weights, begun = math.inf, copy.deepcopy(model.state_dict()), time.monotonic()
     for step in range(1, recipe.steps + 1):
         after_warmup = max(0.0, (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup))
-        lr = recipe.peak_lr * min(1.0, step / recipe.warmup) * (0.02 + 0.49 * (1 + math.cos(math.pi * after_warmup)))
+        lr = (
+            recipe.peak_lr
+            * min(1.0, step / max(1, recipe.warmup))
+            * (0.02 + 0.49 * (1 + math.cos(math.pi * after_warmup)))
+        )
         for group in optimizer.param_groups:
             group["lr"] = lr
         model.train()
         ids_BW = batches.draw()
         with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
             out = model(ids_BW, output_router_logits=True, use_cache=False)
-        loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids_BW[:, 1:].flatten())
+        loss = next_token_loss(out.logits, ids_BW)
         (loss + recipe.balance * balance_loss(out.router_logits, recipe.top_k)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -257,7 +240,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{parameters:,} parameters; {len(plays_T):,} tokens of plays, {len(chats_T):,} of conversations", flush=True)
 
     begun = time.monotonic()
-    history = train(model, Batches(plays_T, chats_T, chat_starts, recipe, args.device), held_out_T, recipe, args.device)
+    streams = (plays_T.to(args.device), chats_T.to(args.device), chat_starts.to(args.device))
+    batches = Batches(*streams, recipe.tokens_per_step, recipe.chat_share, recipe.seed)
+    history = train(model, batches, held_out_T, recipe, args.device)
     made = describe(args, recipe, time.monotonic() - begun)
 
     model.generation_config = GenerationConfig(

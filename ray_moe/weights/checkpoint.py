@@ -212,7 +212,9 @@ class Checkpoint:
                 if stored.file not in self._files:
                     self._files[stored.file] = safe_open(stored.file, framework="pt")
             file = self._files[stored.file]
-            return file.get_tensor(key) if expert is None else file.get_slice(key)[expert : expert + 1]
+            if expert is None:
+                return file.get_tensor(key)
+            return file.get_slice(key)[expert : expert + 1].clone()  # a slice still maps the file
         except (OSError, SafetensorError) as error:
             expected = f"{stored.dtype} {stored.shape} as when the checkpoint was opened"
             raise CheckpointError(str(stored.file), key, expected, repr(error)) from error

@@ -10,20 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV32Config,
     InklingTextConfig,
-    LlamaConfig,
     NemotronHConfig,
     PretrainedConfig,
-    Qwen3NextConfig,
-    T5Config,
 )
 from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
@@ -32,8 +27,6 @@ from ray_moe.weights.checkpoint import (
     Checkpoint,
     ExpertLayout,
     ExpertWeights,
-    check_supported,
-    resolve_model,
 )
 from ray_moe.weights.shards import INDEX_NAME, SINGLE_NAME
 from ray_moe.weights.sources import ParameterSource, experts_modules
@@ -224,6 +217,19 @@ def test_reading_one_expert_of_a_packed_tensor_takes_one_experts_memory(tmp_path
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert weights.nbytes == checkpoint.expert_bytes == end // experts
     assert grown < end / 4, f"reading {weights.nbytes} bytes took {grown} of a file of {end}"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["original", "packed"])
+def test_an_expert_that_was_read_does_not_follow_later_changes_of_the_file(packed: bool, tmp_path: Path) -> None:
+    folder = build_family("qwen3_moe", tmp_path, packed=packed)
+    weights = Checkpoint(folder).expert(1, 3)
+    kept = [tensor.clone() for _, tensor in weights.named_tensors()]
+    for shard in folder.glob("*.safetensors"):
+        size = shard.stat().st_size
+        with shard.open("r+b") as stream:
+            stream.seek(size // 4)
+            stream.write(b"\x01" * (size - size // 4))
+    assert all(torch.equal(tensor, copy) for (_, tensor), copy in zip(weights.named_tensors(), kept, strict=True))
 
 
 def test_experts_are_read_from_several_threads_alike(tmp_path: Path) -> None:
@@ -420,52 +426,6 @@ def test_a_folder_without_safetensors_or_with_a_broken_index_is_named(tmp_path: 
     assert (error.file, error.key) == (str(tmp_path / INDEX_NAME), "weight_map")
 
 
-def fp8(config: PretrainedConfig) -> PretrainedConfig:
-    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return config
-
-
-UNSUPPORTED: dict[str, tuple[PretrainedConfig, str, str]] = {
-    "linear attention": (
-        Qwen3NextConfig(num_hidden_layers=4, num_experts=8),
-        "qwen3_next",
-        r"layer_types contain \['linear_attention'\]",
-    ),
-    "sparse attention": (DeepseekV32Config(num_hidden_layers=4), "deepseek_v32", "deepseek_sparse_attention"),
-    "dense": (LlamaConfig(num_hidden_layers=1), "llama", "no MoE block behind transformers' experts interface"),
-    "encoder-decoder": (T5Config(), "t5", "encoder-decoder"),
-    "fp8": (fp8(family_config("deepseek_v3")), "deepseek_v3", r"weights are quantised \(fp8\)"),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_a_family_that_cannot_work_is_refused_by_name_and_reason(case: str) -> None:
-    config, family, reason = UNSUPPORTED[case]
-    with pytest.raises(UnsupportedModelError, match=reason) as caught:
-        check_supported(config)
-    assert caught.value.family == family
-
-
-def test_a_model_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixture_of_everything"}))
-    with pytest.raises(
-        UnsupportedModelError, match="'mixture_of_everything' cannot be served: transformers .* does not know"
-    ):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_eight_families_are_supported(name: str) -> None:
-    check_supported(family_config(name))
-
-
-def test_a_quantised_checkpoint_is_refused_before_any_tensor_is_looked_for(tmp_path: Path) -> None:
-    family_config("gpt_oss").save_pretrained(tmp_path)
-    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(UnsupportedModelError, match=r"gpt_oss.*quantised \(mxfp4\)"):
-        Checkpoint(tmp_path)
-
-
 def test_a_conversion_that_mixes_experts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import conversion_mapping
 
@@ -478,53 +438,6 @@ def test_a_conversion_that_mixes_experts_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "qwen3_moe", [mixing])
     with pytest.raises(UnsupportedModelError, match="mixes experts"):
         Checkpoint(folder)
-
-
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache with one model, as huggingface_hub lays it out, and no network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    repository = tmp_path / "hub" / "models--tiny--mixtral"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    build_family("mixtral", repository / "snapshots" / commit)
-    for reference in ("main", "v1"):
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / reference).write_text(commit)
-    return repository / "snapshots" / commit
-
-
-def test_a_hub_id_resolves_to_its_snapshot_in_the_cache(hub_cache: Path) -> None:
-    assert resolve_model("tiny/mixtral") == hub_cache
-    assert resolve_model("tiny/mixtral", revision="v1") == hub_cache
-    assert resolve_model("tiny/mixtral", revision=hub_cache.name) == hub_cache
-    assert Checkpoint(resolve_model("tiny/mixtral")).num_experts == EXPERTS
-
-
-def test_a_model_folder_resolves_to_itself(tmp_path: Path) -> None:
-    folder = build_family("mixtral", tmp_path)
-    assert resolve_model(folder) == resolve_model(str(folder)) == folder
-
-
-@pytest.mark.parametrize(
-    ("name", "revision"),
-    [("tiny/absent", None), ("tiny/mixtral", "v2"), ("no such folder / at all", None), ("", None)],
-)
-def test_what_is_neither_a_folder_nor_a_known_hub_id_is_a_clear_error(
-    name: str, revision: str | None, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # "" names the working directory, which is no model folder
-    with pytest.raises(ConfigError, match="neither a folder nor a hub model|not a model folder") as caught:
-        resolve_model(name, revision=revision)
-    assert name in str(caught.value)
-    assert revision is None or revision in str(caught.value)
-
-
-def test_a_revision_of_a_folder_and_a_folder_without_a_configuration_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no config.json"):
-        resolve_model(tmp_path)
-    with pytest.raises(ConfigError, match="revision 'v1' needs a hub id"):
-        resolve_model(tmp_path, revision="v1")
 
 
 @pytest.mark.parametrize(

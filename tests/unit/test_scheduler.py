@@ -338,6 +338,7 @@ def test_a_preempted_request_keeps_the_token_of_the_step_in_flight() -> None:
     assert batch.request_ids == ("old", "young")
     driver.emissions += scheduler.commit(in_flight.decode, batch, driver.model.forward(batch))
     assert driver.stream("young") == expected_emissions(young)[:2]
+    assert scheduler.outstanding_tokens == (8 - 4) + 8  # old has the KV of 4 of its 8 positions, young of none
     driver.plans.append(after)
     driver.steps = 3
     driver.run_dry()
@@ -363,6 +364,17 @@ def test_decodes_go_first_and_prompts_share_the_prefill_budget_in_order() -> Non
         ("c", 0, 2, True),
     ]
     assert [row.request_id for row in second.decode.rows] == ["a"]
+
+
+def test_a_preempted_request_comes_back_before_the_ones_that_came_later() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    for name in ("a", "b", "c"):
+        scheduler.submit(make_request(name, prompt=3, max_tokens=6, eos=frozenset()))
+    driver = Driver(scheduler)
+    driver.run_dry()
+    assert scheduler.preemptions > 0
+    finished = [emission.request_id for emission in driver.emissions if emission.finish_reason]
+    assert finished == ["a", "b", "c"]
 
 
 def test_a_long_request_among_a_stream_of_short_ones_finishes() -> None:

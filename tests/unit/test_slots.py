@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -204,46 +205,36 @@ def test_any_sequence_of_fills_and_releases_agrees_with_a_dictionary(steps: list
 def test_a_filler_beside_a_reader_never_disturbs_resident_slots() -> None:
     pool, kept = make_pool(), make_weights(0)
     digest = pool.fill(1, 0, kept)
-    failures: list[BaseException] = []
 
     def fill_and_release() -> None:
-        try:
-            for number in range(150):
-                weights = make_weights(number)
-                assert pool.fill(1, 1, weights) == parameter_digest(weights)
-                pool.release(1, 1)
-        except BaseException as error:
-            failures.append(error)
+        for number in range(150):
+            weights = make_weights(number)
+            assert pool.fill(1, 1, weights) == parameter_digest(weights)
+            pool.release(1, 1)
 
-    filler = threading.Thread(target=fill_and_release)
-    filler.start()
-    reads = 0
-    while filler.is_alive() or reads == 0:
-        assert parameter_digest(pool.weights(1, 0)) == digest == pool.digest(1, 0)
-        reads += 1
-    filler.join(timeout=30)
-    assert not failures
+    with ThreadPoolExecutor(1) as executor:
+        filler = executor.submit(fill_and_release)
+        reads = 0
+        while not filler.done() or reads == 0:
+            assert parameter_digest(pool.weights(1, 0)) == digest == pool.digest(1, 0)
+            reads += 1
+        filler.result(timeout=30)
     assert pool.free_slots(1) == (1, 2)
 
 
 def test_of_two_fillers_of_one_slot_exactly_one_succeeds() -> None:
     for round_ in range(20):
         pool, start = make_pool(), threading.Barrier(2)
-        outcomes: list[int | None] = []
 
-        def fill(seed: int, pool: SlotPool = pool, start: threading.Barrier = start, to: list[Any] = outcomes) -> None:
+        def fill(seed: int, pool: SlotPool = pool, start: threading.Barrier = start) -> int | None:
             start.wait(timeout=10)
             try:
                 pool.fill(1, 0, make_weights(seed))
-                to.append(seed)
             except SlotError:
-                to.append(None)
+                return None
+            return seed
 
-        threads = [threading.Thread(target=fill, args=(2 * round_ + side,)) for side in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=10)
+        with ThreadPoolExecutor(2) as executor:
+            outcomes = list(executor.map(fill, (2 * round_, 2 * round_ + 1), timeout=10))
         (winner,) = [seed for seed in outcomes if seed is not None]
-        assert outcomes.count(None) == 1
         assert_equal_weights(pool.weights(1, 0), make_weights(winner))

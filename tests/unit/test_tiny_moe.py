@@ -179,9 +179,9 @@ def test_samples_are_made_of_the_words_of_the_plays(model: Any, tokenizer: Any) 
     greedy = model.generate(prompt, do_sample=False, max_new_tokens=80)
     random_ids = torch.randint(6, model.config.vocab_size, (320,))
     fresh = prompt.shape[1]
-    assert known_word_share(" ".join(tokenizer.batch_decode(sampled[:, fresh:], skip_special_tokens=True))) > 0.6
-    assert known_word_share(tokenizer.decode(greedy[0, fresh:], skip_special_tokens=True)) > 0.6
-    assert known_word_share(tokenizer.decode(random_ids)) < 0.3, "random tokens must not pass this test"
+    assert known_word_share(" ".join(tokenizer.batch_decode(sampled[:, fresh:], skip_special_tokens=True))) > 0.75
+    assert known_word_share(tokenizer.decode(greedy[0, fresh:], skip_special_tokens=True)) > 0.75
+    assert known_word_share(tokenizer.decode(random_ids)) < 0.5, "random tokens must not pass this test"
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def test_a_chat_reply_ends_by_itself(model: Any, tokenizer: Any) -> None:
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     ended = [end in reply for reply in replies[:, len(prompt) :].tolist()]
     assert sum(ended) >= 6, ended
-    assert all(known_word_share(text) > 0.4 for text in tokenizer.batch_decode(replies, skip_special_tokens=True))
+    assert all(known_word_share(text) > 0.5 for text in tokenizer.batch_decode(replies, skip_special_tokens=True))
 
 
 # --- how it was made --------------------------------------------------------------------------------------------------

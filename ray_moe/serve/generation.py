@@ -1,0 +1,186 @@
+"""Generations as text: the cluster as one Serve replica knows it, and requests that end when their reader does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError
+from transformers import PreTrainedTokenizerBase
+
+from ray_moe.cluster import connect
+from ray_moe.deadline import Deadline, wait_for
+from ray_moe.engine.records import StreamRecord
+from ray_moe.engine.sampling import SamplingParams
+from ray_moe.errors import ConfigError, NotServingError, PeerLostError, RayMoEError
+from ray_moe.sdk import Client
+from ray_moe.text import TextStream, load_tokenizer
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
+
+# How long a replica looks for its cluster before it answers 503, and tries to cancel what nobody reads.
+_CONNECT_S = 60.0
+_CANCEL_S = 30.0
+_CANCEL_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A running cluster and its model."""
+
+    client: Client
+    tokenizer: PreTrainedTokenizerBase
+    model: str
+    release_id: str
+
+    @property
+    def request_deadline_s(self) -> float:
+        return self.client.directory.config.request_deadline_s
+
+    def room_after(self, prompt_tokens: int) -> int:
+        """How many tokens can follow a prompt of this size: positions end, and so does a peer's KV cache.
+
+        The last token is delivered, not computed on, so it needs no KV.
+        """
+        config, facts = self.client.directory.config, self.client.directory.facts
+        return min(facts.max_positions, config.kv_blocks * config.block_size + 1) - prompt_tokens
+
+
+def find_backend(cluster_name: str, model_name: str | None) -> Backend:
+    """Look the cluster up. Blocks; raises `NotServingError`, `PeerLostError`, `DeadlineError`, `ConfigError`."""
+    cluster = connect(cluster_name)
+    directory = cluster.directory()
+    tokenizer = load_tokenizer(directory.model_path, trust_remote_code=directory.config.trust_remote_code)
+    name = model_name or Path(directory.config.model).name
+    return Backend(Client(directory), tokenizer, name, cluster.placement().release_id)
+
+
+class Backends:
+    """The current `Backend`. A cluster that failed is looked up again by the next request, so that one which comes back
+    is served again without a redeployment."""
+
+    def __init__(self, find: Callable[[], Backend]) -> None:
+        self._find = find
+        self._lookup: asyncio.Task[Backend] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # One thread: tokenizers are not made to be used by several at a time.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    async def current(self) -> Backend:
+        """Raises `NotServingError`, `PeerLostError` or `DeadlineError` while the cluster cannot serve."""
+        lookup = self._lookup
+        if lookup is None or (lookup.done() and lookup.exception() is not None):
+            lookup = self._lookup = self.spawn(self._look_up())
+        # Shared by all who wait, so that one of them who gives up must not cancel it.
+        return await asyncio.shield(lookup)
+
+    async def _look_up(self) -> Backend:
+        try:
+            return await wait_for(asyncio.to_thread(self._find), _CONNECT_S, "looking up the cluster")
+        except ConfigError as error:
+            # The cluster's own configuration, not the request's.
+            raise NotServingError(f"the cluster's model cannot be served over HTTP: {error}") from error
+
+    def failed(self, backend: Backend) -> None:
+        """A request failed because the cluster, or a part of it, is gone."""
+        lookup = self._lookup
+        if lookup is not None and lookup.done() and lookup.exception() is None and lookup.result() is backend:
+            self._lookup = None
+
+    async def tokenize(self, backend: Backend, work: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+        """Run `work`, which uses the backend's tokenizer, beside the event loop: a prompt may be megabytes."""
+        loop = asyncio.get_running_loop()
+        ids = await wait_for(
+            loop.run_in_executor(self._tokenizing, work), backend.request_deadline_s, "tokenizing the prompt"
+        )
+        return tuple(ids)
+
+    def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run to the end whatever becomes of the caller. The loop itself holds tasks weakly."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is new after one engine step: text that is certain (may be empty), all tokens so far, why it ended."""
+
+    text: str
+    completion_tokens: int
+    finish_reason: str | None
+
+
+class TextGeneration:
+    """One generation as text. It runs in a task of its own, so that a reader that is cancelled anywhere can still end it:
+    `close` frees its KV within a step. Always close it; closing a finished one does nothing."""
+
+    def __init__(
+        self, backends: Backends, backend: Backend, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self.request_id, self.prompt_tokens = request_id, len(prompt_ids)
+        self._backends, self._backend = backends, backend
+        self._text = TextStream(backend.tokenizer, params.stop)
+        self._arrived: asyncio.Queue[StreamRecord | None] = asyncio.Queue()
+        self._pump = backends.spawn(self._run(prompt_ids, params))
+        self._cancelling: asyncio.Task[None] | None = None
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Steps up to and including the one with a finish reason, `stop` when a stop string was found.
+
+        Raises as `Client.stream`.
+        """
+        tokens = 0
+        while True:
+            record = await wait_for(
+                self._arrived.get(), self._backend.request_deadline_s, f"next step of {self.request_id}"
+            )
+            if record is None:
+                await self._pump  # raises what ended it
+                raise NotServingError(f"{self.request_id} ended without a finish reason")
+            if record.finish_reason == "cancelled":
+                raise NotServingError(f"{self.request_id} was cancelled by the cluster")
+            text = ""
+            for token in record.token_ids:
+                text += self._text.push((token,))
+                tokens += 1
+                if self._text.stopped:
+                    break
+            if record.finish_reason is not None:
+                text += self._text.finish()
+            reason = "stop" if self._text.stopped else record.finish_reason
+            yield Step(text, tokens, reason)
+            if reason is not None:
+                return
+
+    def close(self) -> None:
+        """End the generation if it still runs. Returns at once and may be called while being cancelled."""
+        if self._cancelling is None and not self._pump.done():
+            self._cancelling = self._backends.spawn(self._cancel())
+
+    async def _run(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        try:
+            async for record in self._backend.client.stream(prompt_ids, params, request_id=self.request_id):
+                self._arrived.put_nowait(record)
+        except (PeerLostError, NotServingError):
+            self._backends.failed(self._backend)
+            raise
+        finally:
+            self._arrived.put_nowait(None)
+
+    async def _cancel(self) -> None:
+        deadline = Deadline(_CANCEL_S)
+        try:
+            # False can also mean that the peer has not begun it yet.
+            while not self._pump.done() and not await self._backend.client.cancel(self.request_id):
+                deadline.check(f"cancel of {self.request_id}")
+                await asyncio.sleep(_CANCEL_RETRY_S)
+        except (RayMoEError, RayActorError) as error:
+            _LOG.warning("%s could not be cancelled: %s", self.request_id, error)
