@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -322,6 +323,10 @@ class ExpertActor:
         thread = _present(serving.thread, "serve first")
         await self._beside(join_thread, thread, self._config.step_deadline_s, f"engine loop of rank {self._rank}")
 
+    async def pid(self) -> int:
+        """The process that this peer is."""
+        return os.getpid()
+
     async def progress(self) -> LoadProgress:
         return self._progress
 
@@ -340,6 +345,8 @@ class ExpertActor:
             epoch=loop.group.spec.epoch,
             steps_agreed=loop.counters.steps_agreed,
             steps_worked=loop.counters.steps_worked,
+            seconds_worked=loop.counters.seconds_worked,
+            seconds_agreeing=loop.counters.seconds_agreeing,
             waiting=scheduler.counts.waiting,
             running=scheduler.counts.running,
             outstanding_tokens=scheduler.outstanding_tokens,

@@ -57,15 +57,14 @@ def kill(actor: ActorHandle) -> None:
 
 
 def _create(kind: type, name: str, cpus: float, *args: Any) -> ActorHandle:
-    # One OpenMP thread per actor: several share this host, and an idle thread pool that spins would starve the others.
-    environment = {"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
+    # No runtime_env: an environment of its own would keep an actor off the worker processes that Ray has started ahead.
+    # Nor is one needed: Ray gives a worker with less than two CPUs a single OpenMP thread before it imports the class.
     options = ray.remote(kind).options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=cpus,
         max_restarts=0,
-        runtime_env=environment,
         max_concurrency=1000,
     )
     return options.remote(*args)

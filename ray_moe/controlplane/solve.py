@@ -66,7 +66,8 @@ def balanced(
     """Spread every layer evenly over `ranks`; `replicas[layer, expert]` is how many copies there are in all, else 1.
 
     The ranks' slot counts of a layer differ by one at most. Copies of one expert are on distinct ranks; experts with
-    only one copy form contiguous blocks. Homes are listed rank by rank, in the order of `ranks`.
+    only one copy form contiguous blocks, those of a model without replicas where that comes out level. Homes are listed
+    rank by rank, in the order of `ranks`.
 
     Raises `ConfigError` for more copies than ranks, for a layer or an expert that the model does not have, and for
     counts below their bounds.
@@ -75,7 +76,7 @@ def balanced(
     layers = []
     for layer, num_experts in num_experts_by_layer.items():
         copies = {expert: count for (at, expert), count in sorted(replicas.items()) if at == layer and count > 1}
-        homes = _spread(num_experts, copies, len(ranks))
+        homes = _pinned(num_experts, copies, len(ranks)) or _dealt(num_experts, copies, len(ranks))
         pairs = tuple(
             (LogicalExpertId(expert), ranks[seat]) for seat, experts in enumerate(homes) for expert in experts
         )
@@ -83,16 +84,35 @@ def balanced(
     return Assignment(tuple(layers), spare_slots)
 
 
-def _spread(num_experts: int, copies: Mapping[int, int], num_ranks: int) -> list[list[int]]:
-    """Sorted experts per seat. `copies` are the replicated experts and how often each exists, at most `num_ranks`.
+def _pinned(num_experts: int, copies: Mapping[int, int], num_ranks: int) -> list[list[int]] | None:
+    """Sorted experts per seat, every first copy in its contiguous block; None when that does not come out level.
+
+    `copies` are the replicated experts and how often each exists, at most `num_ranks`. Each further copy goes to the
+    emptiest seat that has none, the next one after the expert's own where several are: a request for one more copy
+    moves nothing else. Example: 4 experts on 2 seats, 2 copies of expert 3: [[0, 1, 3], [2, 3]].
+    """
+    homes: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert in range(num_experts):
+        homes[_seat_of(expert, num_experts, num_ranks)].append(expert)
+    for expert, count in sorted(copies.items(), key=lambda item: (-item[1], item[0])):
+        own = _seat_of(expert, num_experts, num_ranks)
+        for _ in range(count - 1):
+            free = [seat for seat in range(num_ranks) if expert not in homes[seat]]
+            seat = min(free, key=lambda seat: (len(homes[seat]), (seat - own) % num_ranks))
+            homes[seat].append(expert)
+    loads = [len(experts) for experts in homes]
+    return [sorted(experts) for experts in homes] if max(loads) - min(loads) <= 1 else None
+
+
+def _dealt(num_experts: int, copies: Mapping[int, int], num_ranks: int) -> list[list[int]]:
+    """Sorted experts per seat, level for any `copies`; the blocks start wherever the replicated experts leave room.
 
     Replicated experts are dealt one copy per seat, round and round from where the first of them would live anyway:
     `num_ranks` copies in a row are on distinct seats, and the seats stay level. The rest fills every seat up to its
-    share in contiguous blocks. Example: 4 experts on 2 seats, 2 copies of expert 3. The deal starts at seat 1: seat 1,
-    seat 0. The shares of 5 slots, from there, are 3 and 2: seat 0 takes expert 0, seat 1 takes experts 1 and 2, which
-    gives [[0, 3], [1, 2, 3]].
+    share in contiguous blocks. Example: 5 experts on 3 seats, 3 copies of expert 4. The deal gives each seat one. The
+    shares of 7 slots are 3 for seat 2, where it started, and 2 for the others: [[0, 4], [1, 4], [2, 3, 4]].
     """
-    first = _seat_of(min(copies), num_experts, num_ranks) if copies else 0
+    first = _seat_of(min(copies), num_experts, num_ranks)
     order = [(first + turn) % num_ranks for turn in range(num_ranks)]
     homes: list[list[int]] = [[] for _ in range(num_ranks)]
     deal = [expert for expert, count in copies.items() for _ in range(count)]

@@ -71,7 +71,7 @@ class KVCache:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks is {num_blocks} and block_size {block_size}; both must be >= 1")
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
-        self._pools: dict[int, Tensor] = {}
+        self.pools: dict[int, Tensor] = {}
 
     def bind(self, batch: UnitBatch) -> BoundUnit:
         """The unit as the attention layers take it (`ray_moe=`). Bind once, forward any number of times."""
@@ -81,10 +81,10 @@ class KVCache:
         """Stores the unit's keys and values and returns the layer's pool. Writing the same again changes nothing."""
         head_dim = max(key_HTD.shape[-1], value_HTD.shape[-1])
         entry_THD = torch.cat((_pad_to(key_HTD, head_dim), _pad_to(value_HTD, head_dim)), dim=-1).transpose(0, 1)
-        pool = self._pools.get(layer)
+        pool = self.pools.get(layer)
         if pool is None:
             shape = (self.num_blocks * self.block_size, *entry_THD.shape[1:])
-            pool = self._pools[layer] = torch.zeros(shape, dtype=entry_THD.dtype, device=self.device)
+            pool = self.pools[layer] = torch.zeros(shape, dtype=entry_THD.dtype, device=self.device)
         return pool.index_copy_(0, slots_T, entry_THD)
 
 

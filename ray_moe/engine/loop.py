@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -78,11 +79,14 @@ class Outlet(Protocol):
 
 @dataclass
 class LoopCounters:
-    """Exact totals since the loop started."""
+    """Exact totals since the loop started. Seconds are wall time of steps that ran a unit: in all, and of it the wait
+    for the next step's agreement after the units were done."""
 
     steps_agreed: int = 0
     steps_worked: int = 0
     tokens_emitted: int = 0
+    seconds_worked: float = 0.0
+    seconds_agreeing: float = 0.0
 
 
 class EngineLoop:
@@ -130,13 +134,19 @@ class EngineLoop:
             agreed = self._offer(plan).result()
             while not agreed.stop:
                 self._pace(agreed)
+                started = perf_counter()
                 self._take_inbox()
                 next_plan = self.scheduler.plan(agreed.step + 1)
                 ticket = self._offer(next_plan)
                 self._deliver(self._execute(plan, agreed))
-                agreed, plan = ticket.result(), next_plan
+                executed = perf_counter()
                 self.counters.steps_agreed += 1
+                worked, agreed, plan = agreed.prefill or agreed.decode, ticket.result(), next_plan
                 self._switch(agreed)
+                if worked:
+                    self.counters.steps_worked += 1
+                    self.counters.seconds_worked += perf_counter() - started
+                    self.counters.seconds_agreeing += perf_counter() - executed
             self._advance("stop")
             self._give_up(NotServingError(f"rank {self.rank} was stopped"))
         except (CollectiveError, AgreementError) as error:
@@ -179,8 +189,6 @@ class EngineLoop:
             else:
                 tokens = batch.sampling.sample(self.forward(batch)).tolist()
                 emissions += self.scheduler.commit(unit, batch, tokens)
-        if agreed.prefill or agreed.decode:
-            self.counters.steps_worked += 1
         return emissions
 
     def forward(self, batch: UnitBatch) -> Tensor:

@@ -59,6 +59,8 @@ class EngineStatus:
     epoch: int
     steps_agreed: int
     steps_worked: int
+    seconds_worked: float
+    seconds_agreeing: float
     waiting: int
     running: int
     outstanding_tokens: int

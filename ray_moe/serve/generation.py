@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayActorError
 from transformers import PreTrainedTokenizerBase
@@ -24,20 +25,21 @@ from ray_moe.text import TextStream, load_tokenizer
 _T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 
-# How long a replica looks for its cluster before it answers 503, and tries to cancel what nobody reads.
-_CONNECT_S = 60.0
+# How long a replica looks for its cluster before it answers 504, and tries to cancel what nobody reads.
+_LOOK_UP_S = 60.0
 _CANCEL_S = 30.0
 _CANCEL_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A running cluster and its model."""
+    """A running cluster and its model, as found at `since` (Unix seconds)."""
 
     client: Client
     tokenizer: PreTrainedTokenizerBase
     model: str
     release_id: str
+    since: int
 
     @property
     def request_deadline_s(self) -> float:
@@ -52,21 +54,41 @@ class Backend:
         return min(facts.max_positions, config.kv_blocks * config.block_size + 1) - prompt_tokens
 
 
-def find_backend(cluster_name: str, model_name: str | None) -> Backend:
-    """Look the cluster up. Blocks; raises `NotServingError`, `PeerLostError`, `DeadlineError`, `ConfigError`."""
-    cluster = connect(cluster_name)
-    directory = cluster.directory()
-    tokenizer = load_tokenizer(directory.model_path, trust_remote_code=directory.config.trust_remote_code)
-    name = model_name or Path(directory.config.model).name
-    return Backend(Client(directory), tokenizer, name, cluster.placement().release_id)
+class Door(Protocol):
+    """How a replica finds its cluster. They block, and raise `NotServingError`, `PeerLostError`, `DeadlineError`."""
+
+    def find(self) -> Backend:
+        """Look the cluster up; also raises `ConfigError` for a model without a tokenizer."""
+
+    def knock(self) -> None:
+        """Return when the cluster says that it serves."""
+
+
+@dataclass(frozen=True)
+class ClusterDoor:
+    """The cluster of this name on this Ray cluster; its model is shown as `model_name`."""
+
+    cluster_name: str
+    model_name: str | None = None
+
+    def find(self) -> Backend:
+        cluster = connect(self.cluster_name)
+        directory = cluster.directory()
+        tokenizer = load_tokenizer(directory.model_path, trust_remote_code=directory.config.trust_remote_code)
+        name = self.model_name or Path(directory.config.model).name
+        return Backend(Client(directory), tokenizer, name, cluster.placement().release_id, int(time.time()))
+
+    def knock(self) -> None:
+        connect(self.cluster_name).directory()
 
 
 class Backends:
     """The current `Backend`. A cluster that failed is looked up again by the next request, so that one which comes back
     is served again without a redeployment."""
 
-    def __init__(self, find: Callable[[], Backend]) -> None:
-        self._find = find
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._current: Backend | None = None
         self._lookup: asyncio.Task[Backend] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         # One thread: tokenizers are not made to be used by several at a time.
@@ -74,24 +96,31 @@ class Backends:
 
     async def current(self) -> Backend:
         """Raises `NotServingError`, `PeerLostError` or `DeadlineError` while the cluster cannot serve."""
-        lookup = self._lookup
-        if lookup is None or (lookup.done() and lookup.exception() is not None):
-            lookup = self._lookup = self.spawn(self._look_up())
-        # Shared by all who wait, so that one of them who gives up must not cancel it.
-        return await asyncio.shield(lookup)
+        if self._current is not None:
+            return self._current
+        if self._lookup is None or self._lookup.done():
+            self._lookup = self.spawn(self._look_up())
+        # Shared by all who wait: one of them who gives up must not cancel it.
+        return await asyncio.shield(self._lookup)
+
+    async def check(self) -> Backend:
+        """The backend, after the cluster has said that it serves; raises as `current`."""
+        backend = await self.current()
+        await wait_for(asyncio.to_thread(self._door.knock), _LOOK_UP_S, "asking the cluster")
+        return backend
 
     async def _look_up(self) -> Backend:
         try:
-            return await wait_for(asyncio.to_thread(self._find), _CONNECT_S, "looking up the cluster")
+            self._current = await wait_for(asyncio.to_thread(self._door.find), _LOOK_UP_S, "looking up the cluster")
         except ConfigError as error:
             # The cluster's own configuration, not the request's.
-            raise NotServingError(f"the cluster's model cannot be served over HTTP: {error}") from error
+            raise NotServingError(f"the model cannot be served over HTTP: {error}") from error
+        return self._current
 
     def failed(self, backend: Backend) -> None:
         """A request failed because the cluster, or a part of it, is gone."""
-        lookup = self._lookup
-        if lookup is not None and lookup.done() and lookup.exception() is None and lookup.result() is backend:
-            self._lookup = None
+        if self._current is backend:
+            self._current = None
 
     async def tokenize(self, backend: Backend, work: Callable[[], Sequence[int]]) -> tuple[int, ...]:
         """Run `work`, which uses the backend's tokenizer, beside the event loop: a prompt may be megabytes."""
@@ -119,8 +148,10 @@ class Step:
 
 
 class TextGeneration:
-    """One generation as text. It runs in a task of its own, so that a reader that is cancelled anywhere can still end it:
-    `close` frees its KV within a step. Always close it; closing a finished one does nothing."""
+    """One generation as text, to be closed by whoever started it: that frees its KV within a step if it still runs.
+
+    It runs in a task of its own, because a reader may be cancelled anywhere and must still be able to end it.
+    """
 
     def __init__(
         self, backends: Backends, backend: Backend, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
@@ -161,7 +192,7 @@ class TextGeneration:
                 return
 
     def close(self) -> None:
-        """End the generation if it still runs. Returns at once and may be called while being cancelled."""
+        """End the generation if it still runs. Returns at once, so that a cancelled task can call it."""
         if self._cancelling is None and not self._pump.done():
             self._cancelling = self._backends.spawn(self._cancel())
 

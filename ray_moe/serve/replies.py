@@ -6,9 +6,11 @@ Both APIs answer with the same steps in different words; each is one `Reply`, ch
 from __future__ import annotations
 
 import json
+import time
+import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 Document = dict[str, Any]
 
@@ -44,8 +46,14 @@ class Reply(ABC):
     model: str
     fingerprint: str
 
+    ID_PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
+
+    @classmethod
+    def begin(cls, model: str, fingerprint: str) -> Self:
+        """A new answer, with an id of its own."""
+        return cls(cls.ID_PREFIX + uuid.uuid4().hex, int(time.time()), model, fingerprint)
 
     @abstractmethod
     def opening(self) -> tuple[Document, ...]:
@@ -77,6 +85,7 @@ class Reply(ABC):
 class CompletionReply(Reply):
     """/v1/completions."""
 
+    ID_PREFIX = "cmpl-"
     WHOLE = CHUNK = "text_completion"
 
     def opening(self) -> tuple[Document, ...]:
@@ -92,6 +101,7 @@ class CompletionReply(Reply):
 class ChatReply(Reply):
     """/v1/chat/completions."""
 
+    ID_PREFIX = "chatcmpl-"
     WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> tuple[Document, ...]:

@@ -7,6 +7,7 @@ cannot honour are refused unless they hold their default; fields that nobody doc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -59,8 +60,11 @@ class AppArgs(Manifest):
 
 def _text(given: object) -> object:
     """JSON can hold half of a surrogate pair, which is no text: no tokenizer takes it."""
-    if isinstance(given, str) and any("\ud800" <= character <= "\udfff" for character in given):
-        raise ValueError("it must be valid Unicode, without lone surrogates")
+    if isinstance(given, str):
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it must be Unicode text, and has half a surrogate pair at {error.start}") from error
     return given
 
 
@@ -144,7 +148,7 @@ class _GenerationRequest(_Body):
 
     def sampling(self, default_max_tokens: int) -> SamplingParams:
         """The engine's parameters. Raises `RequestError` naming the field, its value and its bound."""
-        given = {
+        given: dict[str, Any] = {
             "max_tokens": default_max_tokens if self.token_limit is None else self.token_limit,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -164,7 +168,8 @@ class _GenerationRequest(_Body):
                 "max_completion_tokens",
             )
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is given, but stream is not true; it is only for streams", "stream_options")
+            raise RequestError("stream_options is given, but stream is not true; it needs a stream", "stream_options")
+        self.sampling(1)  # the bounds that need no knowledge of the prompt
 
 
 class CompletionRequest(_GenerationRequest):
@@ -228,7 +233,7 @@ def worded(issues: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
     """(message, field) of pydantic's issues with a request body; the field is that of the first.
 
     >>> worded([{"type": "int_type", "loc": ("body", "seed"), "msg": "Input should be a valid integer", "input": "x"}])
-    ("seed is 'x'; it must be a valid integer", 'seed')
+    ('seed is "x"; it must be a valid integer', 'seed')
     """
     sentences, fields = [], []
     for issue in issues:
@@ -244,6 +249,8 @@ def _sentence(issue: Mapping[str, Any], field: str) -> str:
         return f"{field or 'the request body'} is required"
     if issue["type"] == "value_error":
         bound = str(issue["ctx"]["error"])
+    elif issue["type"] in ("model_type", "model_attributes_type"):
+        bound = "it must be a JSON object"
     else:
         bound = str(issue["msg"]).replace("Input should", "it must").replace("List should", "it must")
     return f"{field or 'the request body'} is {short(issue['input'])}; {bound}"
@@ -256,6 +263,9 @@ def _path(location: Sequence[object]) -> str:
 
 
 def short(value: object) -> str:
-    """One line that stands for a value of any size."""
-    text = repr(value)
+    """One line of JSON that stands for a value of any size."""
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:  # json can read what is nested just deeply enough that it cannot write it
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -278,6 +278,14 @@ def test_a_superseded_generation_is_held_for_final_after_steps() -> None:
     registry.retire(1)
 
 
+def test_a_hold_is_counted_from_the_step_of_publication_when_the_next_report_skips_steps() -> None:
+    registry = registry_of(1, final_after_steps=2)
+    registry.committed_step(10)
+    registry.publish(generation(2))
+    registry.committed_step(13)
+    assert registry.retirable() == (1,)
+
+
 def test_without_a_report_the_first_one_counts_as_the_step_of_publication() -> None:
     registry = registry_of(1, 2, final_after_steps=1)
     with pytest.raises(RetirementRefusedError, match="until the first committed step is reported"):
@@ -519,4 +527,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = RegistryMachine.TestCase
-TestAnyOrderOfEvents.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyOrderOfEvents.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -91,9 +91,21 @@ def test_without_replicas_every_rank_has_a_contiguous_block() -> None:
     assert experts_by_rank(uneven, ranks) == [[0, 1], [2, 3], [4], [5]]
 
 
-def test_the_example_in_the_docstring() -> None:
+def test_the_examples_in_the_docstrings() -> None:
     ranks = ranks_of(2)
-    assert experts_by_rank(balanced({0: 4}, ranks, replicas={(0, 3): 2}, spare_slots=0), ranks) == [[0, 3], [1, 2, 3]]
+    assert experts_by_rank(balanced({0: 4}, ranks, replicas={(0, 3): 2}, spare_slots=0), ranks) == [[0, 1, 3], [2, 3]]
+    ranks = ranks_of(3)
+    dealt = balanced({0: 5}, ranks, replicas={(0, 4): 3}, spare_slots=0)
+    assert experts_by_rank(dealt, ranks) == [[0, 4], [1, 4], [2, 3, 4]]
+
+
+def test_one_more_copy_of_one_expert_is_one_load_and_moves_nothing() -> None:
+    ranks = ranks_of(4)
+    for expert in range(16):
+        first = filled(placed(balanced({0: 16}, ranks, replicas={}, spare_slots=1), 1, None, capacity=5))
+        second = placed(balanced({0: 16}, ranks, replicas={(0, expert): 2}, spare_slots=1), 2, first, capacity=5)
+        assert [load.expert.value for load in fills(second, first)] == [expert]
+        assert retired_slots(first, [second]) == ()
 
 
 def test_a_single_replicated_expert_starts_where_it_would_live_anyway() -> None:
@@ -102,8 +114,7 @@ def test_a_single_replicated_expert_starts_where_it_would_live_anyway() -> None:
     assert [seat for seat, experts in enumerate(experts_by_rank(asked, ranks)) if 13 in experts] == [0, 3]
 
 
-def test_a_full_set_of_replicas_on_every_rank_still_fits() -> None:
-    """Three experts twice on three ranks: a rule that pins first copies to their blocks has no way out here."""
+def test_replicas_of_every_expert_fill_every_rank_evenly() -> None:
     ranks = ranks_of(3)
     asked = balanced({0: 3}, ranks, replicas={(0, 0): 2, (0, 1): 2, (0, 2): 2}, spare_slots=0)
     assert [len(set(experts)) for experts in experts_by_rank(asked, ranks)] == [2, 2, 2]

@@ -1,0 +1,141 @@
+"""The Ray Serve application: one deployment that speaks OpenAI's HTTP API for one cluster.
+
+`build` is what `serve run` and Serve configuration files import (`import_path: ray_moe.serve.app:build`); `run` and
+`shutdown` do the same from Python.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from ray_moe.cluster import connect
+from ray_moe.deadline import Deadline, pause
+from ray_moe.errors import ConfigError, NotServingError
+from ray_moe.serve.api import openai_api
+from ray_moe.serve.generation import Backends, ClusterDoor
+from ray_moe.serve.schema import AppArgs
+
+# Requests that one replica works on at a time; each waits for the engine, and costs the replica next to nothing.
+MAX_ONGOING_REQUESTS = 256
+
+_POLL_S = 0.1
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application for `args`: `cluster` (default "default") and `model_name` (default the model's own name).
+
+    The cluster need not run yet: until it does, requests are answered 503. Raises `ConfigError` for other arguments.
+    """
+    parsed = AppArgs.parse(dict(args), "arguments of ray_moe.serve.app:build")
+    door = ClusterDoor(parsed.cluster, parsed.model_name)
+
+    def api() -> FastAPI:
+        return openai_api(Backends(door))
+
+    deployment = serve.deployment(
+        name="OpenAI",
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        # It waits for the engine's peers; a CPU of its own would keep small machines from placing it at all.
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5,
+    )
+    return deployment(serve.ingress(api)()).bind()
+
+
+def run(cluster_name: str, *, host: str, port: int, model_name: str | None = None, seconds: float) -> None:
+    """Serve a running cluster at http://host:port and return once /health answers there.
+
+    Raises `NotServingError` or `PeerLostError` when the cluster does not serve, `ConfigError` when the address cannot
+    be had, `DeadlineError` after `seconds`. What was started is taken down again.
+    """
+    deadline = Deadline(seconds)
+    connect(cluster_name).directory()
+    if not serve.status().proxies:
+        _require_free(host, port)
+    application = _application(cluster_name)
+    try:
+        # No request_timeout_s: a generation may last as long as tokens keep coming; the wait for each of them has the
+        # cluster's request_deadline_s.
+        serve.start(proxy_location=ProxyLocation.HeadOnly, http_options={"host": host, "port": port})
+        target = serve.RunTarget(build({"cluster": cluster_name, "model_name": model_name}), application, "/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        _wait_until_running(application, deadline)
+        _wait_until_healthy(host, port, deadline)
+    except RayServeException as error:
+        shutdown(cluster_name)
+        raise ConfigError(f"Ray Serve refuses the application: {error}") from error
+    except BaseException:
+        shutdown(cluster_name)
+        raise
+
+
+def shutdown(cluster_name: str | None = None) -> None:
+    """Take down what `run` started, for one cluster or for all; Serve itself too, unless it has other applications."""
+    ours = _application("") if cluster_name is None else _application(cluster_name)
+    for name in serve.status().applications:
+        if name == ours or (cluster_name is None and name.startswith(ours)):
+            serve.delete(name)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def _application(cluster_name: str) -> str:
+    return f"ray_moe.{cluster_name}"
+
+
+def _require_free(host: str, port: int) -> None:
+    """The proxy would only retry behind our back. Serve's head node is taken to be this one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _wait_until_running(application: str, deadline: Deadline) -> None:
+    while True:
+        found = serve.status().applications.get(application)
+        if found is not None and found.status is ApplicationStatus.RUNNING:
+            return
+        if found is not None and found.status is ApplicationStatus.DEPLOY_FAILED:
+            raise NotServingError(f"Ray Serve could not deploy {application}: {found.message}")
+        deadline.check(f"deployment of {application}", found.message if found is not None else "")
+        pause(_POLL_S)
+
+
+def _wait_until_healthy(host: str, port: int, deadline: Deadline) -> None:
+    address = _WILDCARDS.get(host, host)
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/health"
+    heard = "no answer"
+    # A proxy of the environment knows nothing about this machine's own ports.
+    with httpx.Client(trust_env=False, timeout=5.0) as client:
+        while True:
+            try:
+                answer = client.get(url)
+            except httpx.ConnectError as error:
+                # The proxy listens before the application runs, so it listens elsewhere: HTTP options of a Serve that
+                # was running already are not ours to change.
+                raise ConfigError(
+                    f"nothing listens on {host}:{port}; Ray Serve runs already on another address, shut it down first"
+                ) from error
+            except httpx.HTTPError as error:
+                heard = repr(error)
+            else:
+                if answer.status_code == HTTPStatus.OK:
+                    return
+                heard = answer.text
+            deadline.check(f"{url} answering 200", heard)
+            pause(_POLL_S)
