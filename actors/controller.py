@@ -1,24 +1,25 @@
 """The controller actor: brings a cluster up, publishes placements, watches peers, takes the cluster down.
 
 Placement is decided by pure functions of `controlplane`; this file runs what they decide, in this order for every
-generation: place, fill beside the serving slots, verify digests, publish, stage on all peers, and later retire and free.
+generation: place, fill beside the serving slots, verify digests, publish, stage on all peers, later retire and free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from ray_moe.actors.expert import LoadProgress
 from ray_moe.actors.remote import create_expert, create_routing, kill
+from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
 from ray_moe.comm.rendezvous import RendezvousStore
 from ray_moe.controlplane.generations import GenerationStatus
@@ -29,11 +30,11 @@ from ray_moe.engine.records import EngineStatus, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
 from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.manifest import ClusterConfig, expand_replicas
+from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import CheckpointVersion, PlacementSnapshot, ReleaseBundle
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
-from ray_moe.weights.checkpoint import resolve_model
+from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
 
-_T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.25
 
@@ -58,47 +59,6 @@ CLUSTER_TABLE: dict[ClusterState, dict[str, ClusterState]] = {
 }
 
 
-@dataclass(frozen=True)
-class Directory:
-    """What a client needs to talk to the cluster: who the peers are and which model they run."""
-
-    config: ClusterConfig
-    model_path: Path
-    facts: ModelFacts
-    peers: tuple[ActorHandle, ...]
-
-
-@dataclass(frozen=True)
-class SlotRow:
-    """One physical slot, for people."""
-
-    layer: int
-    slot: str
-    expert: int
-    replica: str
-    rank: int
-    pool_slot: int
-
-
-@dataclass(frozen=True)
-class ClusterStatus:
-    """What `ray-moe status` shows. `peers` holds the engines that answered, `lost` the ranks that are dead."""
-
-    name: str
-    state: str
-    model: str
-    release_id: str
-    generation: int
-    epoch: int
-    transport: str
-    runner: str
-    policy: str
-    peers: tuple[EngineStatus, ...]
-    lost: tuple[int, ...]
-    generations: tuple[GenerationStatus, ...]
-    slots: tuple[SlotRow, ...]
-
-
 class ControllerActor:
     """Ray actor; one per cluster."""
 
@@ -120,7 +80,7 @@ class ControllerActor:
     # ---- up ----
 
     async def start(self) -> None:
-        """Bring the cluster up and serve. On any error everything that was started is ended, and the error propagates."""
+        """Bring the cluster up and serve. On an error everything that was started is ended, and it propagates."""
         try:
             await self._start()
         except BaseException:
@@ -132,12 +92,12 @@ class ControllerActor:
 
     async def _start(self) -> None:
         config = self._config
-        self._model_path = await asyncio.to_thread(resolve_model, config.model, revision=config.revision)
+        self._model_path = await asyncio.to_thread(self._resolve)
         self._routing = create_routing(config)
         self._peers = {rank: create_expert(config, rank) for rank in range(config.peers)}
-        facts = await self._all("load", self._model_path)
+        facts: list[ModelFacts] = await self._all("load", self._model_path)
         self._facts = facts[0]
-        first = await self._first_placement(self._facts)
+        first = self._first_placement(facts[0])
         await self._all("allocate", self._capacity)
         verified = await self._fill(first, prior=None)
         self._store = RendezvousStore("127.0.0.1", config.start_deadline_s)
@@ -146,11 +106,19 @@ class ControllerActor:
         await self._ask(self._routing.publish.remote(verified, self._release), "publish the first placement")
         await self._all("serve", self._routing, tuple(self._peers.values()))
 
-    async def _first_placement(self, facts: ModelFacts) -> PlacementSnapshot:
+    def _resolve(self) -> Path:
+        """The model's folder; a model that cannot be served is refused here, before any peer exists."""
+        config = self._config
+        path = tiny_moe_path() if config.model == TINY_MOE else resolve_model(config.model, revision=config.revision)
+        trust = config.trust_remote_code
+        check_supported(read_config(path, trust_remote_code=trust), path=path, trust_remote_code=trust)
+        return path
+
+    def _first_placement(self, facts: ModelFacts) -> PlacementSnapshot:
         config = self._config
         ranks = tuple(GlobalRank(rank) for rank in self._peers)
         assignment = balanced(
-            {layer: facts.num_experts for layer in facts.moe_layers},
+            dict.fromkeys(facts.moe_layers, facts.num_experts),
             ranks,
             replicas=expand_replicas(config.replicas, facts.moe_layers),
             spare_slots=config.spare_slots,
@@ -244,17 +212,18 @@ class ControllerActor:
     async def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
         """Place, fill, verify and publish another generation while requests run; returns its number.
 
-        `replicas[(layer, expert)]` is the wanted number of copies, 1 where absent. The old generation serves until every
-        peer has staged the new one, then drains. Raises `ConfigError` for a request out of bounds, `PlacementError` when
-        the slot pools have no room for both, and whatever filling raises; the old generation then goes on serving.
+        `replicas[(layer, expert)]` is the wanted number of copies, 1 where absent. The old generation serves until
+        every peer has staged the new one, then drains. Raises `ConfigError` for a request out of bounds,
+        `PlacementError` when the slot pools have no room for both, and whatever filling raises; the old generation then
+        goes on serving.
         """
         async with self._publishing:
             routing = self._require_serving()
-            live = await self._ask(routing.live.remote(), "live generations")
+            live: tuple[PlacementSnapshot, ...] = await self._ask(routing.live.remote(), "live generations")
             prior = live[-1]
             facts = self._require_facts()
             assignment = balanced(
-                {layer: facts.num_experts for layer in facts.moe_layers},
+                dict.fromkeys(facts.moe_layers, facts.num_experts),
                 prior.group.peers,
                 replicas=replicas,
                 spare_slots=self._config.spare_slots,
@@ -329,8 +298,8 @@ class ControllerActor:
     async def progress(self) -> dict[int, LoadProgress]:
         """How far each peer is with loading; empty before the peers exist."""
         ranks = [rank for rank in self._peers if rank not in self._lost]
-        refs = [self._peers[rank].progress.remote() for rank in ranks]
-        return dict(zip(ranks, await asyncio.gather(*(self._ask(ref, "progress") for ref in refs)), strict=True))
+        looks = (self._ask(self._peers[rank].progress.remote(), f"progress of rank {rank}") for rank in ranks)
+        return dict(zip(ranks, await asyncio.gather(*looks), strict=True))
 
     async def directory(self) -> Directory:
         """Peers and model, for clients. Raises `PeerLostError` or `NotServingError` when the cluster cannot serve."""
@@ -342,35 +311,10 @@ class ControllerActor:
         if self._state not in (ClusterState.SERVING, ClusterState.DEGRADED) or self._routing is None:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
-        generations = await self._ask(self._routing.status.remote(), "status of the registry")
+        generations: tuple[GenerationStatus, ...] = await self._ask(self._routing.status.remote(), "registry")
         active: PlacementSnapshot = await self._ask(self._routing.active.remote(), "active generation")
-        serving = {status.generation for status in self._statuses.values()}
-        return ClusterStatus(
-            name=self._config.name,
-            state=self._state.value,
-            model=str(self._config.model),
-            release_id=active.release_id,
-            generation=min(serving, default=active.generation),
-            epoch=active.group.epoch,
-            transport=self._config.transport,
-            runner=self._config.runner,
-            policy=self._config.policy,
-            peers=tuple(self._statuses[rank] for rank in sorted(self._statuses)),
-            lost=tuple(sorted(self._lost)),
-            generations=generations,
-            slots=tuple(
-                SlotRow(
-                    placement.layer,
-                    slot.physical_slot_id.value,
-                    slot.logical_expert_id.value,
-                    slot.replica_id.value,
-                    slot.destination_rank.value,
-                    slot.pool_slot,
-                )
-                for placement in active.layers
-                for slot in placement.slots
-            ),
-        )
+        peers = tuple(self._statuses[rank] for rank in sorted(self._statuses))
+        return cluster_status(self._config, self._state.value, active, generations, peers, tuple(sorted(self._lost)))
 
     async def placement(self) -> PlacementSnapshot:
         """The active placement."""
@@ -398,21 +342,19 @@ class ControllerActor:
 
     # ---- details ----
 
-    async def _all(self, method: str, *args: object) -> list[object]:
+    async def _all(self, method: str, *args: object) -> list[Any]:
         """Call one method on every live peer at once; the first failure propagates after all have answered."""
         ranks = [rank for rank in self._peers if rank not in self._lost]
-        return await self._gather(
+        work = (
             self._ask(getattr(self._peers[rank], method).remote(*args), f"{method} on rank {rank}") for rank in ranks
         )
-
-    async def _gather(self, work: Iterable[Awaitable[_T]]) -> list[_T]:
         results = await asyncio.gather(*work, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        return [result for result in results if not isinstance(result, BaseException)]
+        return results
 
-    async def _ask(self, ref: Awaitable[_T], what: str) -> _T:
+    async def _ask(self, ref: Any, what: str) -> Any:
         return await ray_await(ref, self._config.start_deadline_s, what)
 
     def _require_facts(self) -> ModelFacts:

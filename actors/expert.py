@@ -8,10 +8,8 @@ step ever waits for it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from ray.actor import ActorHandle
 
-from ray_moe.actors.mailbox import CLIENT_GONE_S, POLL_WAIT_S, Mailbox
+from ray_moe.actors.mailbox import POLL_WAIT_S, Outlet, PostOffice
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.gloo import GlooGroup
 from ray_moe.comm.rendezvous import StoreAddress
@@ -31,11 +29,11 @@ from ray_moe.deadline import join_thread, ray_await, wait_for
 from ray_moe.engine.generation import GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop
-from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, ModelFacts, Refusal
+from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, ModelFacts
 from ray_moe.engine.sampling import admitted
 from ray_moe.engine.scheduler import Request, Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
-from ray_moe.errors import NotServingError, RayMoEError, RequestError
+from ray_moe.errors import NotServingError, RayMoEError
 from ray_moe.identity import GlobalRank
 from ray_moe.manifest import ClusterConfig
 from ray_moe.topology import ProcessGroupSpec
@@ -43,7 +41,6 @@ from ray_moe.weights.checkpoint import Checkpoint
 from ray_moe.weights.slots import SlotPool
 
 _T = TypeVar("_T")
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,7 +63,10 @@ class _Serving:
 
 
 class ExpertActor:
-    """Ray actor, one per rank. Life: `load`, `allocate`, `fill`, `join`, `serve`; then requests and generations until `stop`."""
+    """Ray actor, one per rank.
+
+    Life: `load`, `allocate`, `fill`, `join`, `serve`; then requests and generations until `stop`.
+    """
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
         torch.set_num_threads(1)
@@ -80,16 +80,14 @@ class ExpertActor:
         self._serving: _Serving | None = None
         self._routing: ActorHandle | None = None
         self._peers: tuple[ActorHandle, ...] = ()
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._clients_of: dict[str, str] = {}
+        self._post_office = PostOffice(cancel=lambda request_id: self._loop.cancel(request_id))
         self._sweeper: asyncio.Task[None] | None = None
-        self._events: asyncio.AbstractEventLoop | None = None
         self._filling = asyncio.Lock()
 
     # ---- one-time work ----
 
     async def load(self, model: Path) -> ModelFacts:
-        """Load the trunk and open the checkpoint; no expert is read. Raises what `load_trunk` and `Checkpoint` raise."""
+        """Load the trunk, open the checkpoint; no expert is read. Raises what `load_trunk` and `Checkpoint` raise."""
         return await self._beside(self._load, model)
 
     def _load(self, model: Path) -> ModelFacts:
@@ -165,7 +163,6 @@ class ExpertActor:
         config, trunk = self._config, _present(self._trunk, "load the model first")
         serving = _present(self._serving, "join a group first")
         self._routing, self._peers = routing, tuple(peers)
-        self._events = asyncio.get_running_loop()
         view = await self._acquire_view()
         serving.loop = EngineLoop(
             self._rank.value,
@@ -182,12 +179,12 @@ class ExpertActor:
             ),
             serving.transport.group,
             view,
-            _Outlet(self),
+            Outlet(asyncio.get_running_loop(), self._post_office, self._return_lease, self._wake_peers),
             audit_rate=config.audit_rate,
         )
         serving.thread = threading.Thread(target=serving.loop.run, name=f"engine-{self._rank}", daemon=True)
         serving.thread.start()
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._sweeper = asyncio.create_task(self._post_office.sweep())
         self._progress = LoadProgress("serving", 1, 1)
 
     # ---- generations ----
@@ -209,9 +206,7 @@ class ExpertActor:
     async def _acquire_view(self) -> GenerationView:
         serving, routing = _present(self._serving, "join a group first"), _present(self._routing, "serve first")
         deadline = self._config.step_deadline_s
-        grant: Grant = await ray_await(
-            routing.acquire.remote(self._holder), deadline, f"lease for {self._holder}"
-        )
+        grant: Grant = await ray_await(routing.acquire.remote(self._holder), deadline, f"lease for {self._holder}")
         serving.leases[grant.lease.generation] = grant
         try:
             return await self._beside(self._compile, grant, serving.transport)
@@ -240,22 +235,20 @@ class ExpertActor:
     # ---- requests ----
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
-        """Admit a request of `client`; what comes of it is fetched by `poll`, a refusal by the scheduler too.
+        """Admit a request of `client`; what comes of it is fetched by `poll`, the scheduler's refusal too.
 
         Raises `RequestError` for an id that runs already, `PeerLostError` or `NotServingError` when this peer does not
         serve.
         """
-        if request.request_id in self._clients_of:
-            raise RequestError(f"request_id {request.request_id!r} already runs on rank {self._rank}", "request_id")
+        loop = self._loop
+        self._post_office.open(client, request.request_id)
         eos_ids = frozenset(_present(self._trunk, "load the model first").eos_token_ids)
-        self._mailbox(client).open.add(request.request_id)
-        self._clients_of[request.request_id] = client
         try:
-            self._loop.submit(
+            loop.submit(
                 Request(request.request_id, request.prompt_ids, admitted(request.params), request.prefix_ids, eos_ids)
             )
         except RayMoEError:
-            self._close(request.request_id)
+            self._post_office.close(request.request_id)
             raise
 
     async def poll(self, client: str) -> tuple[Delivery, ...]:
@@ -264,49 +257,20 @@ class ExpertActor:
         One call carries a whole step for all requests of a client: Ray's cost is per call, not per token. A client that
         stops polling is gone, and its requests are cancelled.
         """
-        mailbox = self._mailbox(client)
-        mailbox.polled_at = time.monotonic()
-        return await mailbox.take(POLL_WAIT_S)
+        return await self._post_office.mailbox(client).take(POLL_WAIT_S)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request: its KV is free within one step. False when it does not run here."""
-        if request_id not in self._clients_of:
+        if request_id not in self._post_office:
             return False
         self._loop.cancel(request_id)
         return True
 
-    def _mailbox(self, client: str) -> Mailbox:
-        return self._mailboxes.setdefault(client, Mailbox())
-
-    def _close(self, request_id: str) -> None:
-        client = self._clients_of.pop(request_id, None)
-        if client is not None and client in self._mailboxes:
-            self._mailboxes[client].open.discard(request_id)
-
-    def _put(self, items: Sequence[Delivery]) -> None:
-        """Sort one step's deliveries into their clients' mailboxes."""
-        for item in items:
-            client = self._clients_of.get(item.request_id)
-            if client is None:  # cancelled, and its client gone
-                continue
-            self._mailboxes[client].put(item)
-            if isinstance(item, Refusal) or item.finish_reason is not None:
-                self._close(item.request_id)
-
-    async def _sweep(self) -> None:
-        """Cancel the requests of clients that no longer poll, and forget their mailboxes."""
-        while True:
-            await asyncio.sleep(CLIENT_GONE_S / 4)
-            now = time.monotonic()
-            for client, mailbox in list(self._mailboxes.items()):
-                if now - mailbox.polled_at < CLIENT_GONE_S:
-                    continue
-                del self._mailboxes[client]
-                for request_id in mailbox.open:
-                    del self._clients_of[request_id]
-                    self._loop.cancel(request_id)
-
     # ---- everything else ----
+
+    def _wake_peers(self) -> None:
+        for peer in self._peers:
+            peer.wake.remote()
 
     async def wake(self) -> None:
         """A peer has work."""
@@ -376,29 +340,6 @@ class ExpertActor:
         return await wait_for(
             asyncio.to_thread(work, *args), self._config.start_deadline_s, f"{work.__name__} on rank {self._rank}"
         )
-
-
-class _Outlet:
-    """Carries the loop's results from its thread to the actor's event loop; every call returns at once."""
-
-    def __init__(self, actor: ExpertActor) -> None:
-        self._actor = actor
-
-    def deliver(self, items: Sequence[Delivery]) -> None:
-        if items:
-            self._soon(self._actor._put, items)
-
-    def lease_returned(self, view: GenerationView) -> None:
-        self._soon(self._actor._return_lease, view.lease.generation)
-
-    def serving(self, view: GenerationView, step: int) -> None:
-        _LOG.info("%s serves generation %d from step %d", self._actor._holder, view.lease.generation, step)
-
-    def wake_peers(self) -> None:
-        self._soon(lambda: [peer.wake.remote() for peer in self._actor._peers])
-
-    def _soon(self, call: Callable[..., Any], *args: Any) -> None:
-        _present(self._actor._events, "serve first").call_soon_threadsafe(call, *args)
 
 
 def _present(value: _T | None, hint: str) -> _T:

@@ -1,13 +1,19 @@
-"""What one client has waiting on one peer: filled by the engine's steps, emptied by the client's polls."""
+"""From the engine's steps to the clients that poll: one mailbox per client, sorted once per step.
+
+Everything here lives on the actor's event loop, except that `Outlet` is called on the engine's thread and hands over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ray_moe.deadline import wait_for
-from ray_moe.engine.records import Delivery
-from ray_moe.errors import DeadlineError
+from ray_moe.engine.generation import GenerationView
+from ray_moe.engine.records import Delivery, Refusal
+from ray_moe.errors import DeadlineError, RequestError
 
 # A poll waits this long for a first item, then returns empty and is repeated.
 POLL_WAIT_S = 10.0
@@ -16,7 +22,7 @@ CLIENT_GONE_S = 40.0
 
 
 class Mailbox:
-    """Deliveries of one client in order. Lives on the actor's event loop; one poll at a time."""
+    """Deliveries of one client in order; one poll at a time."""
 
     def __init__(self) -> None:
         self.open: set[str] = set()
@@ -30,6 +36,7 @@ class Mailbox:
 
     async def take(self, seconds: float) -> tuple[Delivery, ...]:
         """Everything there is, or whatever comes first within `seconds`; empty when nothing comes."""
+        self.polled_at = time.monotonic()
         if not self._items:
             try:
                 await wait_for(self._filled.wait(), seconds, "a delivery")
@@ -38,3 +45,82 @@ class Mailbox:
         items, self._items = tuple(self._items), []
         self._filled.clear()
         return items
+
+
+class PostOffice:
+    """Which request belongs to which client, and every client's mailbox."""
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        """`cancel` ends a request whose client is gone."""
+        self._cancel = cancel
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._client_of: dict[str, str] = {}
+
+    def open(self, client: str, request_id: str) -> None:
+        """Expect deliveries for a request. Raises `RequestError` when one of this id runs already."""
+        if request_id in self._client_of:
+            raise RequestError(f"request_id {request_id!r} already runs on this peer", "request_id")
+        self._client_of[request_id] = client
+        self.mailbox(client).open.add(request_id)
+
+    def close(self, request_id: str) -> None:
+        """Forget a request; what lies in the mailbox stays there."""
+        mailbox = self._mailboxes.get(self._client_of.pop(request_id, ""))
+        if mailbox is not None:
+            mailbox.open.discard(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._client_of
+
+    def mailbox(self, client: str) -> Mailbox:
+        return self._mailboxes.setdefault(client, Mailbox())
+
+    def deliver(self, items: Sequence[Delivery]) -> None:
+        """Sort what one step gave into the mailboxes; a last item closes its request."""
+        for item in items:
+            client = self._client_of.get(item.request_id)
+            if client is None:  # cancelled, and its client gone
+                continue
+            self._mailboxes[client].put(item)
+            if isinstance(item, Refusal) or item.finish_reason is not None:
+                self.close(item.request_id)
+
+    async def sweep(self) -> None:
+        """Cancel the requests of clients that no longer poll, and forget their mailboxes. Never returns."""
+        while True:
+            await asyncio.sleep(CLIENT_GONE_S / 4)
+            now = time.monotonic()
+            for client, mailbox in list(self._mailboxes.items()):
+                if now - mailbox.polled_at < CLIENT_GONE_S:
+                    continue
+                del self._mailboxes[client]
+                for request_id in mailbox.open:
+                    del self._client_of[request_id]
+                    self._cancel(request_id)
+
+
+class Outlet:
+    """The engine loop's way out: every call returns at once and goes on, on the actor's event loop."""
+
+    def __init__(
+        self,
+        events: asyncio.AbstractEventLoop,
+        post_office: PostOffice,
+        return_lease: Callable[[int], None],
+        wake_peers: Callable[[], None],
+    ) -> None:
+        self._events, self._post_office = events, post_office
+        self._return_lease, self._wake_peers = return_lease, wake_peers
+
+    def deliver(self, items: Sequence[Delivery]) -> None:
+        if items:
+            self._soon(self._post_office.deliver, items)
+
+    def lease_returned(self, view: GenerationView) -> None:
+        self._soon(self._return_lease, view.lease.generation)
+
+    def wake_peers(self) -> None:
+        self._soon(self._wake_peers)
+
+    def _soon(self, call: Callable[..., Any], *args: Any) -> None:
+        self._events.call_soon_threadsafe(call, *args)

@@ -26,7 +26,9 @@ def create_controller(config: ClusterConfig) -> ActorHandle:
     try:
         return _create(ControllerActor, f"{config.name}.controller", 0.0, config)
     except ValueError as error:
-        raise ConfigError(f"a cluster named {config.name!r} already runs here; `down` it or choose another name") from error
+        raise ConfigError(
+            f"a cluster named {config.name!r} already runs here; `down` it or choose another name"
+        ) from error
 
 
 def create_routing(config: ClusterConfig) -> ActorHandle:
@@ -59,12 +61,13 @@ def kill(actor: ActorHandle) -> None:
 def _create(kind: type, name: str, cpus: float, *args: Any) -> ActorHandle:
     # No runtime_env: an environment of its own would keep an actor off the worker processes that Ray has started ahead.
     # Nor is one needed: Ray gives a worker with less than two CPUs a single OpenMP thread before it imports the class.
-    options = ray.remote(kind).options(
+    remote_kind: Any = ray.remote(kind)
+    actor: ActorHandle = remote_kind.options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=cpus,
         max_restarts=0,
         max_concurrency=1000,
-    )
-    return options.remote(*args)
+    ).remote(*args)
+    return actor

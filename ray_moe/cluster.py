@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.controller import ClusterStatus, Directory
 from ray_moe.actors.expert import LoadProgress
 from ray_moe.actors.remote import create_controller, find_controller, kill
+from ray_moe.actors.reports import ClusterStatus, Directory
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.errors import NotServingError
 from ray_moe.manifest import ClusterConfig
@@ -80,7 +81,7 @@ def start(config: ClusterConfig, on_progress: OnProgress | None = None) -> Clust
     cluster = Cluster(config.name, controller, config.start_deadline_s)
     deadline = Deadline(config.start_deadline_s)
     try:
-        started = controller.start.remote()
+        started: ray.ObjectRef = controller.start.remote()
         while not ray_ready([started])[0]:
             deadline.check(f"start of cluster {config.name!r}")
             if on_progress is not None:

@@ -10,21 +10,19 @@ import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.controller import Directory
 from ray_moe.actors.mailbox import POLL_WAIT_S
+from ray_moe.actors.reports import Directory
 from ray_moe.deadline import ray_await, wait_for
 from ray_moe.engine.records import Delivery, GenerateRequest, Refusal, StreamRecord
 from ray_moe.engine.sampling import SamplingParams, admitted
 from ray_moe.errors import PeerLostError, RayMoEError, RequestError
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,9 @@ class Client:
     ) -> AsyncIterator[StreamRecord]:
         """Records of one generation as steps deliver them; an index that was delivered before never comes again.
 
-        `prefix_ids` are tokens that an earlier submission delivered: with the same prompt and seeded `params` the stream
-        goes on exactly there. `peer` picks a peer slot by hand. Raises `RequestError` for a request out of bounds,
-        `PeerLostError` when a peer dies, `NotServingError`, `DeadlineError`. Closing the iterator cancels the request.
+        `prefix_ids` are tokens that an earlier submission delivered: with the same prompt and seeded `params` the
+        stream goes on exactly there. `peer` picks a peer slot by hand. Closing the iterator cancels the request. Raises
+        `RequestError` for a request out of bounds, `PeerLostError` when a peer dies, `NotServingError`, `DeadlineError`.
         """
         request = GenerateRequest(
             request_id or f"gen-{uuid.uuid4().hex}", tuple(prompt_ids), admitted(params), tuple(prefix_ids)
@@ -154,7 +152,7 @@ class _Link:
         return request_id in self._deliveries
 
     async def cancel(self, request_id: str) -> bool:
-        return await self._ask(self._actor.cancel.remote(request_id), f"cancel of {request_id}")
+        return bool(await self._ask(self._actor.cancel.remote(request_id), f"cancel of {request_id}"))
 
     async def _poll(self) -> None:
         """Fetch until no request is left. When the peer is lost, every request of this link ends with its name."""
@@ -178,7 +176,7 @@ class _Link:
         self.outstanding += tokens
         self._owed[request_id] = self._owed.get(request_id, 0) + tokens
 
-    async def _ask(self, ref: Awaitable[_T], what: str) -> _T:
+    async def _ask(self, ref: Any, what: str) -> Any:
         config = self._directory.config
         try:
             return await ray_await(ref, config.step_deadline_s + POLL_WAIT_S, what)

@@ -35,7 +35,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
     except Exception as error:  # a template is the model author's program: it may raise anything
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
     return tuple(tokenizer.encode(str(text), add_special_tokens=False))

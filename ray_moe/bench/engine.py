@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ray_moe import cluster as clusters
-from ray_moe.actors.controller import ClusterStatus
+from ray_moe.actors.reports import ClusterStatus
 from ray_moe.bench.model import VOCABULARY, build
 from ray_moe.bench.report import Row
 from ray_moe.cluster import Cluster
@@ -46,7 +46,9 @@ def run() -> list[Row]:
 
 
 def _compare(cluster: Cluster, reference: PreTrainedModel, per_rank: int) -> Row:
-    prompts = torch.randint(0, VOCABULARY, (PEERS * per_rank, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(
+        0, VOCABULARY, (PEERS * per_rank, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)
+    )
     asyncio.run(_generate(cluster, prompts.tolist()))  # warm-up: pools are allocated by the first write
     ours, theirs = float("inf"), float("inf")
     before = cluster.status()
@@ -72,9 +74,7 @@ async def _generate(cluster: Cluster, prompts: Sequence[Sequence[int]]) -> float
     client = Client(cluster.directory())
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     started = time.perf_counter()
-    await asyncio.gather(
-        *(client.generate(prompt, params, peer=index % PEERS) for index, prompt in enumerate(prompts))
-    )
+    await asyncio.gather(*(client.generate(prompt, params, peer=index % PEERS) for index, prompt in enumerate(prompts)))
     return time.perf_counter() - started
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.queues import Queue
 
 import torch
@@ -61,13 +62,19 @@ def _peer(rank: int, store: StoreAddress, rows: Queue[list[Row]]) -> None:
             ids = torch.rand(tokens, NUM_EXPERTS).argsort(dim=1)[:, :TOP_K].contiguous()
             routes = Routes(ids, torch.rand(tokens, TOP_K))
 
-            def forward(call: int, layer: ExpertLayer = layer, hidden: torch.Tensor = hidden, r: Routes = routes) -> None:
-                layer.forward(hidden, r, Invocation(call, "decode"))
-
+            forward = partial(_forward, layer, hidden, routes)
             measured.append(_timed("MoE layer", transport, tokens, forward))
     if rank == 0:
         rows.put(measured)
     group.close()
+
+
+def _forward(layer: ExpertLayer, hidden: torch.Tensor, routes: Routes, call: int) -> None:
+    layer.forward(hidden, routes, Invocation(call, "decode"))
+
+
+def _forward(layer: ExpertLayer, hidden: torch.Tensor, routes: Routes, call: int) -> None:
+    layer.forward(hidden, routes, Invocation(call, "decode"))
 
 
 def _timed(what: str, transport: str, tokens: int, call: Callable[[int], object]) -> Row:

@@ -22,7 +22,6 @@ from ray_moe.dataplane.policies import ReplicaPolicy
 from ray_moe.dataplane.runners import LayerWeights, Runner
 from ray_moe.routes import Routes
 
-
 # The unit kinds of the step agreement, numbered for the count exchange.
 UNIT_KINDS = {"prefill": 0, "decode": 1, "bare": 2}
 

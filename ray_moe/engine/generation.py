@@ -58,8 +58,8 @@ def build_view(
         )
     if not group.epoch == header.epoch == snapshot.group.epoch or group.peers != snapshot.group.peers:
         raise StaleHandleError(
-            f"generation {snapshot.generation} is for epoch {snapshot.group.epoch} of {snapshot.group.process_group_id}, "
-            f"this peer runs epoch {group.epoch} of {group.process_group_id}"
+            f"generation {snapshot.generation} is for epoch {snapshot.group.epoch} of "
+            f"{snapshot.group.process_group_id}, this peer runs epoch {group.epoch} of {group.process_group_id}"
         )
     layers: dict[int, ExpertLayer] = {}
     for placement in snapshot.layers:

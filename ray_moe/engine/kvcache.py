@@ -137,7 +137,7 @@ def _decode_view(batch: UnitBatch, block_size: int, window: int | None) -> Decod
     position_BN = first_B1 + torch.arange(span, device=device)
     valid_BN = position_BN < batch.kv_len[:, None]
     # Padding reads the request's own first position: a stranger's inf or NaN would poison the sum even when masked.
-    position_BN = torch.where(valid_BN, position_BN, first_B1)
+    position_BN = torch.where(valid_BN, position_BN, 0)
     slots_BN = batch.block_table.gather(1, position_BN // block_size) * block_size + position_BN % block_size
     return DecodeView(slots=slots_BN.flatten(), mask=valid_BN[:, None, None, :])
 

@@ -29,7 +29,14 @@ from ray_moe.engine.records import Delivery, Refusal, StreamRecord
 from ray_moe.engine.scheduler import Emission, Request, Scheduler
 from ray_moe.engine.trunk import Trunk
 from ray_moe.engine.units import StepPlan, UnitBatch
-from ray_moe.errors import AgreementError, CollectiveError, NotServingError, PeerLostError, RayMoEError, StaleHandleError
+from ray_moe.errors import (
+    AgreementError,
+    CollectiveError,
+    NotServingError,
+    PeerLostError,
+    RayMoEError,
+    StaleHandleError,
+)
 from ray_moe.routes import Routes
 
 # Idle pacing: the first idle step waits 1 ms, each next one twice as long up to 50 ms; after this many idle steps in a
@@ -51,7 +58,7 @@ class LoopState(Enum):
     FAILED = "failed"
 
 
-# state -> {event: next}. FAILED is final in this loop object: a new epoch gets a new group, not a second life of this one.
+# state -> {event: next}. FAILED is final for this loop: a new epoch gets a new group, not a second life of this one.
 LOOP_TABLE: dict[LoopState, dict[str, LoopState]] = {
     LoopState.STARTING: {"serve": LoopState.SERVING, "fail": LoopState.FAILED},
     LoopState.SERVING: {"sleep": LoopState.SLEEPING, "stop": LoopState.STOPPED, "fail": LoopState.FAILED},
@@ -69,9 +76,6 @@ class Outlet(Protocol):
 
     def lease_returned(self, view: GenerationView) -> None:
         """No local handle of `view` is left; its lease can go back."""
-
-    def serving(self, view: GenerationView, step: int) -> None:
-        """`view` takes effect at `step`, on every peer."""
 
     def wake_peers(self) -> None:
         """This peer has work while the others may be asleep."""
@@ -126,10 +130,9 @@ class EngineLoop:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Serve until every peer wants to stop. A broken epoch, or any error of our own, fails all open requests by name."""
+        """Serve until every peer wants to stop. A broken epoch, or our own error, fails all open requests by name."""
         try:
             self._advance("serve")
-            self.outlet.serving(self.view, 0)
             plan = self.scheduler.plan(0)
             agreed = self._offer(plan).result()
             while not agreed.stop:
@@ -152,7 +155,7 @@ class EngineLoop:
         except (CollectiveError, AgreementError) as error:
             self._fail(PeerLostError(str(error), self.rank, self.group.spec.epoch, self.view.lease.generation))
         except Exception as error:
-            # A bug in a step must not leave callers waiting: they get it by name, and the actor's log gets the traceback.
+            # A bug in a step must not leave callers waiting: they get its name, and the actor's log the traceback.
             self._fail(NotServingError(f"rank {self.rank} failed in step {self.counters.steps_agreed}: {error!r}"))
             raise
         finally:
@@ -226,7 +229,6 @@ class EngineLoop:
         if agreed.generation == self.view.lease.generation:
             return
         self.view = self._staged[agreed.generation]
-        self.outlet.serving(self.view, agreed.step)
         for generation in sorted(generation for generation in self._staged if generation < agreed.generation):
             self.outlet.lease_returned(self._staged.pop(generation))
 
@@ -277,16 +279,16 @@ class EngineLoop:
         def drop() -> None:
             if self.scheduler.cancel(request_id):
                 lease, step = self.view.lease, self.counters.steps_agreed
-                self.outlet.deliver(
-                    [StreamRecord(request_id, 0, (), step, lease.generation, lease.epoch, "cancelled")]
-                )
+                self.outlet.deliver([StreamRecord(request_id, 0, (), step, lease.generation, lease.epoch, "cancelled")])
 
         self.post(drop)
 
     def stage(self, view: GenerationView) -> None:
-        """Hold `view` until all peers have staged it. Raises `StaleHandleError` for another epoch or an old generation."""
+        """Hold `view` until all peers have staged it. `StaleHandleError` for another epoch or an old generation."""
         if view.header.epoch != self.group.spec.epoch:
-            raise StaleHandleError(f"generation {view.lease.generation} is for epoch {view.header.epoch}, not this loop's")
+            raise StaleHandleError(
+                f"generation {view.lease.generation} is for epoch {view.header.epoch}, not this loop's"
+            )
         if view.lease.generation <= max(self._staged):
             raise StaleHandleError(f"generation {view.lease.generation} is not newer than {max(self._staged)}")
 

@@ -25,8 +25,8 @@ class GenerateRequest:
 @dataclass(frozen=True)
 class StreamRecord:
     """Tokens of one request from one step. `index` is the position of the first of `token_ids` in the generation; a
-    reader ignores an index it already has. The last record has a `finish_reason`: stop, length or cancelled (then it has
-    no tokens)."""
+    reader ignores an index it already has. The last record has a `finish_reason`: stop, length or cancelled (then it
+    has no tokens)."""
 
     request_id: str
     index: int

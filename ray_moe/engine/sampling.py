@@ -53,7 +53,9 @@ class SamplingParams:
             "a finite number >= 0",
         )
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(_is_int(self.top_k) and 0 <= self.top_k <= SEED_MAX, "top_k", self.top_k, "a 64-bit integer >= 0 (0 is off)")
+        _require(
+            _is_int(self.top_k) and 0 <= self.top_k <= SEED_MAX, "top_k", self.top_k, "a 64-bit integer >= 0 (0 is off)"
+        )
         _require(
             self.seed is None or (_is_int(self.seed) and SEED_MIN <= self.seed <= SEED_MAX),
             "seed",

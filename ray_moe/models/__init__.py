@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# The name that stands for the embedded model wherever a model is asked for.
+TINY_MOE = "tiny-moe"
+
 
 def tiny_moe_path() -> Path:
     """Directory of `tiny-moe`, a Hugging Face checkpoint (Qwen3-MoE architecture, bf16) that ships with the package."""
-    return Path(__file__).resolve().parent / "tiny-moe"
+    return Path(__file__).resolve().parent / TINY_MOE

@@ -61,7 +61,10 @@ def run(cluster_name: str, *, host: str, port: int, model_name: str | None = Non
     """
     deadline = Deadline(seconds)
     connect(cluster_name).directory()
-    if not serve.status().proxies:
+    # HTTP options of a Serve that runs already are not ours to change.
+    if serve.status().proxies:
+        _require_open(host, port)
+    else:
         _require_free(host, port)
     application = _application(cluster_name)
     try:
@@ -105,6 +108,15 @@ def _require_free(host: str, port: int) -> None:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
+def _require_open(host: str, port: int) -> None:
+    try:
+        socket.create_connection((_WILDCARDS.get(host, host), port), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Ray Serve runs already, and not on {host}:{port} ({error}); use its address, or shut it down first"
+        ) from error
+
+
 def _wait_until_running(application: str, deadline: Deadline) -> None:
     while True:
         found = serve.status().applications.get(application)
@@ -125,12 +137,6 @@ def _wait_until_healthy(host: str, port: int, deadline: Deadline) -> None:
         while True:
             try:
                 answer = client.get(url)
-            except httpx.ConnectError as error:
-                # The proxy listens before the application runs, so it listens elsewhere: HTTP options of a Serve that
-                # was running already are not ours to change.
-                raise ConfigError(
-                    f"nothing listens on {host}:{port}; Ray Serve runs already on another address, shut it down first"
-                ) from error
             except httpx.HTTPError as error:
                 heard = repr(error)
             else:

@@ -1,4 +1,4 @@
-"""A cluster of real actors: generations change under load, requests are cancelled and continued, peers die by kill -9."""
+"""A cluster of real actors: generations change under load, requests are cancelled and continued, peers are killed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+
 from ray_moe import cluster as clusters
 from ray_moe.cluster import Cluster
 from ray_moe.engine.sampling import SamplingParams
@@ -83,7 +84,9 @@ def test_a_second_generation_is_published_while_requests_run_and_no_token_change
     until(lambda: [row.state for row in cluster.status().generations][-2:] == ["RETIRED", "ACTIVE"])
     active = cluster.placement()
     assert {len(layer.replicas(type(layer.slots[0].logical_expert_id)(3))) for layer in active.layers} == {2}
-    in_use = {(slot.destination_rank.value, layer.layer, slot.pool_slot) for layer in active.layers for slot in layer.slots}
+    in_use = {
+        (slot.destination_rank.value, layer.layer, slot.pool_slot) for layer in active.layers for slot in layer.slots
+    }
 
     def freed() -> bool:
         resident = sum(sum(peer.resident_slots.values()) for peer in cluster.status().peers)

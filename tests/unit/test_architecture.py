@@ -30,7 +30,8 @@ VOCABULARY = TORCH_FREE_VOCABULARY | {"routes"}
 DATA = VOCABULARY | {"kernels", "comm"}
 ENGINE = DATA | {"weights", "dataplane", "engine"}
 ACTORS = ENGINE | {"controlplane", "actors"}
-DOORS = ACTORS | {"cluster", "serve", "sdk", "models"}  # how people come in; `models` ships the embedded checkpoint
+# How people come in; `models` ships the embedded checkpoint.
+DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "models"}
 
 # Unit -> the units it may import besides itself and `deadline`, which is a leaf that anybody may wait through.
 ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
@@ -47,11 +48,12 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "dataplane": DATA,
     "engine": DATA | {"weights", "dataplane"},
     "controlplane": TORCH_FREE_VOCABULARY,
-    "actors": ENGINE | {"controlplane"},
+    "actors": ENGINE | {"controlplane", "models"},
+    "text": VOCABULARY,
     "observe": VOCABULARY | {"controlplane"},
     "cluster": ACTORS | {"models"},
-    "serve": ACTORS | {"models"},
     "sdk": ACTORS | {"models"},
+    "serve": ACTORS | {"models", "cluster", "sdk", "text"},
     "batch": DOORS,
     "bench": DOORS | {"observe"},
     "cli": DOORS | {"observe", "batch", "bench"},
@@ -91,6 +93,7 @@ ALLOWED_WAITS: dict[str, str] = {
     # The product's own Ticket: its result() waits in deadline.wait_work under the group's deadline.
     "comm.gloo: self._group.wait": "GlooGroup.wait is where the ticket does so",
     "comm.gloo: self._gather(self._open(self._payload), line).result": "the count exchange's ticket",
+    "bench.layer: group.gather(record).result": "the same ticket, timed",
     "engine.loop: self._offer(plan).result": "the step agreement's ticket",
     "engine.loop: ticket.result": "the step agreement's ticket",
     "engine.loop: self._ticket.result": "the step agreement's ticket, inside the loop's own wrapper",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,10 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ray_moe.engine import kvcache
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.request import Request
-from ray_moe.engine.sampling import SamplingParams, sample
+from ray_moe.engine.sampling import SamplingColumns, SamplingParams, sample
 from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.units import StepPlan, UnitBatch
 
@@ -38,7 +42,11 @@ BASE: dict[str, Any] = {
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
-        **BASE, head_dim=16, intermediate_size=96, moe_intermediate_size=48, num_experts=8, norm_topk_prob=True
+        **BASE | {"head_dim": 16},
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=8,
+        norm_topk_prob=True,
     ),
     "deepseek_v3": DeepseekV3Config(
         **BASE | {"num_key_value_heads": 4},
@@ -70,13 +78,13 @@ def _one_thread() -> Any:
 
 
 @cache
-def model_of(family: str, attention: str) -> Any:
+def model_of(family: str, attention: str, device: str = "cpu") -> Any:
     torch.manual_seed(5)
     config = copy.deepcopy(CONFIGS[family])  # from_config writes the attention's name into it
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager", dtype=torch.float32
     )
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False).to(device)
 
 
 @cache
@@ -111,11 +119,12 @@ def forward(model: Any, kv_cache: KVCache, batch: UnitBatch) -> Tensor:
 
 
 def serve(
-    family: str, requests: list[Request], *, num_blocks: int, block_size: int = 16, replay: bool = False
+    family: str, requests: list[Request], *, num_blocks: int, replay: bool = False, device: str = "cpu"
 ) -> tuple[dict[str, list[int]], Scheduler]:
     """The engine loop in small: step n + 1 is planned before step n runs."""
-    model = model_of(family, "ray_moe")
-    kv_cache = KVCache(num_blocks, block_size)
+    model = model_of(family, "ray_moe", device)
+    block_size = 16
+    kv_cache = KVCache(num_blocks, block_size, device)
     scheduler = Scheduler(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -123,6 +132,7 @@ def serve(
         max_decode_rows=8,
         max_positions=512,
         vocab_size=320,
+        device=device,
     )
     for request in requests:
         scheduler.submit(request)
@@ -143,6 +153,7 @@ def serve(
                 assert emission.index == prefixes[emission.request_id] + len(tokens[emission.request_id])
                 tokens[emission.request_id].append(emission.token_id)
     assert scheduler.free_blocks == scheduler.total_blocks
+    assert set(kv_cache.pools) == set(range(BASE["num_hidden_layers"]))  # every layer did attend through the cache
     return tokens, scheduler
 
 
@@ -171,3 +182,50 @@ def test_a_request_resubmitted_with_its_prefix_continues_its_stream() -> None:
     resubmitted = Request("p40", prompts()["p40"], GREEDY, prefix_ids=tuple(whole[:9]))
     tokens, _ = serve("gpt_oss", [resubmitted], num_blocks=8)
     assert tokens["p40"] == whole[9:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_cuda_device_generates_what_the_cpu_generates(family: str) -> None:
+    requests = [Request(name, prompt, GREEDY) for name, prompt in prompts().items()]
+    tokens, _ = serve(family, requests, num_blocks=25, device="cuda")
+    assert tokens == {name: reference(family, name, GREEDY) for name in prompts()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_reads_nothing_back_from_a_cuda_device_but_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing, views, attention and sampling run with every synchronisation turned into an error; only the eager experts of
+    the test's own model, which are not part of the step path, may synchronise."""
+    attend = kvcache.paged_attention
+
+    def strict_attention(*arguments: Any, **keywords: Any) -> Any:
+        with no_synchronisation():
+            return attend(*arguments, **keywords)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "ray_moe", strict_attention)
+    monkeypatch.setattr(Scheduler, "materialise", without_synchronisation(Scheduler.materialise))
+    monkeypatch.setattr(SamplingColumns, "sample", without_synchronisation(SamplingColumns.sample))
+    drawing = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, top_k=50, seed=1)
+    for params in (GREEDY, drawing):
+        requests = [Request(name, prompt, params) for name, prompt in prompts().items()]
+        tokens, _ = serve("gpt_oss", requests, num_blocks=64, device="cuda")
+        assert all(len(stream) == params.max_tokens for stream in tokens.values())
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def without_synchronisation(function: Callable[..., Any]) -> Callable[..., Any]:
+    def strict(*arguments: Any) -> Any:
+        with no_synchronisation():
+            return function(*arguments)
+
+    return strict

@@ -18,7 +18,9 @@ from ray_moe.text import TextStream, load_tokenizer, render_chat
 TOKENIZER = load_tokenizer(tiny_moe_path())
 
 # Text of every kind, dense in what is hard: many bytes to a character, joiners, and letters that repeat.
-texts = st.text(st.one_of(st.characters(codec="utf-8", exclude_characters="\ufffd<"), st.sampled_from("aab é漢🚀\u200d")))
+texts = st.text(
+    st.one_of(st.characters(codec="utf-8", exclude_characters="\ufffd<"), st.sampled_from("aab é漢🚀\u200d"))
+)
 
 
 def ids_of(text: str) -> list[int]:
@@ -45,7 +47,7 @@ def pieces_of_a_text(draw: st.DrawFn) -> tuple[str, list[list[int]]]:
     return text, pieces
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pieces_of_a_text())
 def test_a_stream_of_tokens_in_any_pieces_is_the_text(case: tuple[str, list[list[int]]]) -> None:
     text, pieces = case
@@ -56,7 +58,7 @@ def test_a_stream_of_tokens_in_any_pieces_is_the_text(case: tuple[str, list[list
     assert not any("\ufffd" in part for part in parts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pieces_of_a_text(), st.lists(st.text("ab é漢", min_size=1, max_size=3), max_size=4))
 def test_a_stream_ends_before_the_first_stop_string(case: tuple[str, list[list[int]]], stop: list[str]) -> None:
     text, pieces = case
@@ -65,7 +67,7 @@ def test_a_stream_ends_before_the_first_stop_string(case: tuple[str, list[list[i
     assert stopped == any(one in text for one in stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=12))
 def test_tokens_that_are_no_text_stream_as_they_decode_at_once(ids: list[int]) -> None:
     parts, _ = streamed([[token] for token in ids])
@@ -135,7 +137,7 @@ def test_a_model_without_a_chat_template_points_to_completions(tmp_path: Path) -
 
 
 def test_messages_that_the_template_refuses_are_a_request_error_with_its_words() -> None:
-    with pytest.raises(RequestError, match="template refuses these messages: tiny-moe knows the roles .* not wizard"):
+    with pytest.raises(RequestError, match=r"template refuses these messages: .* not wizard"):
         render_chat(TOKENIZER, [{"role": "wizard", "content": "hi"}])
 
 

@@ -1,0 +1,85 @@
+"""What a command prints: the answer on stdout, everything else on stderr; with --json stdout is one JSON document."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+
+if TYPE_CHECKING:
+    from ray_moe.cluster import OnProgress
+
+# A table that goes into a pipe or a file has no terminal whose width it must fit.
+_PIPE_WIDTH = 200
+
+
+class Output:
+    """Where one command writes."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._aside = _console(stderr=True)
+        self._people = self._aside if as_json else _console(stderr=False)
+
+    def result(self, document: Mapping[str, Any]) -> None:
+        """The command's answer for programs; people get theirs by `show` and `text`."""
+        if self.as_json:
+            print(json.dumps(document), flush=True)
+
+    def show(self, renderable: RenderableType) -> None:
+        """A part of the answer for people: a table or a line."""
+        self._people.print(renderable, highlight=False)
+
+    def text(self, piece: str) -> None:
+        """A piece of generated text as it comes, without a line end of its own."""
+        self._people.file.write(piece)
+        self._people.file.flush()
+
+    def say(self, line: str) -> None:
+        """What goes on meanwhile."""
+        self._aside.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def loading(self) -> Iterator[OnProgress | None]:
+        """A progress bar per rank for `cluster.start`, on a terminal only."""
+        if not self._aside.is_terminal:
+            yield None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("rank {task.fields[rank]}"), TextColumn("{task.description:8}"))
+        with Progress(
+            *columns, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self._aside, transient=True
+        ) as bars:
+            tasks: dict[int, Any] = {}
+
+            def draw(ranks: Mapping[int, Any]) -> None:
+                for rank, progress in sorted(ranks.items()):
+                    if rank not in tasks:
+                        tasks[rank] = bars.add_task("starting", rank=rank, total=None)
+                    bars.update(
+                        tasks[rank],
+                        description=progress.phase,
+                        completed=progress.done,
+                        total=progress.total or None,
+                    )
+
+            yield draw
+
+
+def report(message: str, kind: str, exit_code: int, *, as_json: bool, param: str | None = None) -> None:
+    """One line on stderr, and with --json the same as a document on stdout."""
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    if as_json:
+        error: dict[str, Any] = {"type": kind, "message": line, "exit_code": exit_code}
+        print(json.dumps({"error": error | ({"param": param} if param is not None else {})}), flush=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _PIPE_WIDTH)

@@ -1,0 +1,256 @@
+"""The parity matrix: which cells there are, what one cell runs, and the record that a whole run leaves.
+
+A cell is a model served one way. It is run under two loads: `alone`, three prompts one after another on peers in turn;
+`concurrent`, six prompts at once, dealt unevenly, the last of three or more peers getting none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import ray
+import torch
+import transformers
+
+from ray_moe.actors.controller import ClusterStatus, ControllerActor
+from ray_moe.engine.sampling import SamplingParams
+from ray_moe.manifest import ClusterConfig
+from ray_moe.models import tiny_moe_path
+from ray_moe.sdk import Client
+from ray_moe.text import load_tokenizer
+from tests.e2e.oracle import Reference
+from tests.e2e.pool import PeerPool
+from tests.families import FAMILIES
+
+TINY_MOE = "tiny-moe"
+MODELS = (*FAMILIES, TINY_MOE)
+LOADS = ("alone", "concurrent")
+TOKENS = 64
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+LENGTHS = (5, 40, 300)
+DEALT = {1: (6,), 2: (4, 2), 3: (4, 2, 0), 4: (3, 2, 1, 0)}  # prompts per peer slot under the concurrent load
+SCARCE_BLOCKS = 24  # of 16 positions: room for the longest request (23 blocks) and for nothing beside it
+NEAR_TIES_PER_TOKEN = 1 / 10_000
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "parity.json"
+HELD_OUT = Path(__file__).parents[1] / "unit" / "data" / "tiny_moe_heldout.txt"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to serve one model. `replicas`: expert 0 of every layer has two copies, expert 5 up to three."""
+
+    model: str
+    peers: int
+    replicas: bool
+    transport: str = "all_to_all_v"
+    runner: str = "grouped"
+    kv_blocks: int = 512
+
+    def __str__(self) -> str:
+        usual = Cell(self.model, self.peers, self.replicas)
+        changes = [str(value) for name, value in asdict(self).items() if value != getattr(usual, name)]
+        return "-".join([self.model, f"{self.peers}p", *(["replicas"] if self.replicas else []), *changes])
+
+    def config(self, folder: Path) -> ClusterConfig:
+        return ClusterConfig(
+            name=str(self),
+            model=str(folder),
+            peers=self.peers,
+            replicas=f"*:0=2,*:5={min(3, self.peers)}" if self.replicas else "",
+            transport=self.transport,
+            runner=self.runner,
+            kv_blocks=self.kv_blocks,
+            audit_rate=1 / 16,
+        )
+
+
+# One rank cannot hold two copies of an expert: there is no cell of one peer with replicas.
+USUAL_CELLS = tuple(
+    Cell(model, peers, replicas)
+    for model in MODELS
+    for peers in (1, 2, 3, 4)
+    for replicas in (False, True)
+    if not (replicas and peers == 1)
+)
+OTHER_CELLS = tuple(
+    cell
+    for model in MODELS
+    for cell in (
+        Cell(model, 4, True, transport="all_gather_filter"),
+        Cell(model, 4, True, runner="capacity_padded"),
+        Cell(model, 2, False, kv_blocks=SCARCE_BLOCKS),
+    )
+)
+FULL_CELLS = USUAL_CELLS + OTHER_CELLS
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one cell gave under one load. Rows of `rows_sent` crossed to another peer, by rank, over all MoE layers."""
+
+    model: str
+    peers: int
+    replicas: bool
+    load: str
+    transport: str
+    runner: str
+    kv_blocks: int
+    requests: int
+    tokens: int
+    token_exact: bool
+    near_ties: int
+    slots_per_layer: int
+    most_slots_of_a_rank: int
+    rows_local: tuple[int, ...]
+    rows_sent: tuple[int, ...]
+    preemptions: int
+    seconds: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.model, self.peers, self.replicas, self.transport, self.runner, self.kv_blocks, self.load
+
+
+def keys(cells: Iterable[Cell]) -> list[tuple[object, ...]]:
+    return [(*asdict(cell).values(), load) for cell in cells for load in LOADS]
+
+
+class Lab:
+    """What the cells of a session share: peer processes, models, references, and the rows so far."""
+
+    def __init__(self, pool: PeerPool, family_dir: Callable[..., Path]) -> None:
+        self.pool, self.rows = pool, list[Row]()
+        self._family_dir = family_dir
+        self._references: dict[str, Reference] = {}
+
+    def reference(self, model: str) -> Reference:
+        if model not in self._references:
+            folder = tiny_moe_path() if model == TINY_MOE else self._family_dir(model)
+            self._references[model] = Reference(folder)
+        return self._references[model]
+
+    def run(self, cell: Cell, loads: Sequence[str] = LOADS) -> list[Row]:
+        """Serve the cell's model, run the loads, check everything, and keep the rows."""
+        rows = asyncio.run(self._run(cell, loads))
+        self.rows += rows
+        return rows
+
+    async def _run(self, cell: Cell, loads: Sequence[str]) -> list[Row]:
+        reference = self.reference(cell.model)
+        async with self.pool.serving(cell.config(reference.folder)) as controller:
+            directory = await controller.directory()
+            assert directory.facts.trunk_parameters == reference.trunk_parameters, "a trunk holds more than a trunk"
+            return [await self._run_load(cell, load, controller, Client(directory), reference) for load in loads]
+
+    async def _run_load(
+        self, cell: Cell, load: str, controller: ControllerActor, client: Client, reference: Reference
+    ) -> Row:
+        prompts = prompts_of(cell.model)
+        before, preempted = await controller.status(), await self._preemptions(cell)
+        started = time.monotonic()
+        if load == "alone":
+            asked = list(zip(prompts[: len(LENGTHS)], (turn % cell.peers for turn in range(len(LENGTHS))), strict=True))
+            found = [await client.generate(prompt, GREEDY, peer=peer) for prompt, peer in asked]
+        else:
+            dealt = [peer for peer, share in enumerate(DEALT[cell.peers]) for _ in range(share)]
+            asked = list(zip(prompts, dealt, strict=True))
+            found = await asyncio.gather(*(client.generate(prompt, GREEDY, peer=peer) for prompt, peer in asked))
+        seconds = time.monotonic() - started
+        after = await controller.status()
+
+        assert [len(generation.token_ids) for generation in found] == [TOKENS] * len(asked)
+        near = [
+            reference.near_ties(prompt, generation.token_ids)
+            for (prompt, _), generation in zip(asked, found, strict=True)
+        ]
+        check_status(after)
+        rows_sent = [new.rows_sent - old.rows_sent for new, old in zip(after.peers, before.peers, strict=True)]
+        busy = {peer for _, peer in asked}
+        assert [peer for peer, sent in enumerate(rows_sent) if sent] == (sorted(busy) if cell.peers > 1 else [])
+        return Row(
+            **{name: getattr(cell, name) for name in ("model", "peers", "replicas", "transport", "runner", "kv_blocks")},
+            load=load,
+            requests=len(asked),
+            tokens=len(asked) * TOKENS,
+            token_exact=not any(near),
+            near_ties=sum(near),
+            slots_per_layer=max(Counter(slot.layer for slot in after.slots).values()),
+            most_slots_of_a_rank=max(Counter((slot.layer, slot.rank) for slot in after.slots).values()),
+            rows_local=tuple(
+                new.rows_local - old.rows_local for new, old in zip(after.peers, before.peers, strict=True)
+            ),
+            rows_sent=tuple(rows_sent),
+            preemptions=await self._preemptions(cell) - preempted,
+            seconds=round(seconds, 2),
+        )
+
+    async def _preemptions(self, cell: Cell) -> int:
+        return sum(await asyncio.gather(*(peer.preemptions.remote() for peer in self.pool.peers[: cell.peers])))
+
+
+def prompts_of(model: str) -> tuple[tuple[int, ...], ...]:
+    """Six prompts of 5, 40 and 300 tokens: random bytes for a random model, text for the trained one."""
+    lengths = LENGTHS * 2
+    if model == TINY_MOE:
+        text = load_tokenizer(tiny_moe_path()).encode(HELD_OUT.read_text(), add_special_tokens=False)
+        return tuple(tuple(text[75 * turn :][:length]) for turn, length in enumerate(lengths))
+    generator = torch.Generator().manual_seed(7)
+    return tuple(tuple(torch.randint(0, 256, (length,), generator=generator).tolist()) for length in lengths)
+
+
+def check_status(status: ClusterStatus) -> None:
+    """Experts are spread as evenly as slots allow, trunks hold none, nothing of a finished request is left."""
+    peers = len(status.peers)
+    slots = Counter(slot.layer for slot in status.slots)
+    held = Counter((slot.rank, slot.layer) for slot in status.slots)
+    for peer in status.peers:
+        assert peer.state == "serving", peer.failure
+        assert not peer.trunk_has_experts
+        assert peer.resident_slots == {layer: held[peer.rank, layer] for layer in slots}
+        assert all(held[peer.rank, layer] <= -(-count // peers) for layer, count in slots.items())
+        assert (peer.kv_blocks_used, peer.running, peer.waiting, peer.outstanding_tokens) == (0, 0, 0, 0)
+    assert sum(peer.rows_sent for peer in status.peers) == sum(peer.rows_received for peer in status.peers)
+
+
+def write_record(rows: Sequence[Row]) -> None:
+    """One line per row, behind what the run was on."""
+    cores, memory = os.cpu_count(), psutil.virtual_memory().total / 2**30
+    head = {
+        "what": f"greedy tokens equal to transformers' own model (eager experts, fp32), {TOKENS} per prompt",
+        "command": "make test-full",
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{_processor()}, {cores} cores, {memory:.0f} GiB; one thread per process",
+        "versions": {
+            "python": platform.python_version(),
+            **{module.__name__: module.__version__ for module in (torch, ray, transformers)},
+        },
+        "tokens": sum(row.tokens for row in rows),
+        "near_ties": sum(row.near_ties for row in rows),
+    }
+    lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
+    RECORD.write_text(json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def read_record() -> tuple[dict[str, object], list[Row]]:
+    """The committed record's head and rows."""
+    head = json.loads(RECORD.read_text())
+    tuples = ("rows_local", "rows_sent")
+    rows = [Row(**{name: tuple(value) if name in tuples else value for name, value in row.items()}) for row in head.pop("rows")]
+    return head, rows
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

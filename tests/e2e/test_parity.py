@@ -1,0 +1,114 @@
+"""Greedy tokens equal transformers' own model's, whatever serves them: families, peers, replicas, loads, transports.
+
+The oracle, and what "equal" means, is in `oracle.py`; the cells are in `matrix.py`. The whole matrix is marked `full`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_moe import cluster as clusters
+from ray_moe.sdk import Client
+from ray_moe.weights.sources import experts_modules
+from tests.e2e.matrix import (
+    FULL_CELLS,
+    GREEDY,
+    MODELS,
+    NEAR_TIES_PER_TOKEN,
+    SCARCE_BLOCKS,
+    TINY_MOE,
+    TOKENS,
+    Cell,
+    Lab,
+    check_status,
+    keys,
+    prompts_of,
+    read_record,
+    write_record,
+)
+from tests.e2e.oracle import greedy
+from tests.e2e.pool import PeerPool
+from tests.families import FAMILIES
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def lab(local_ray: None, family_dir: Callable[..., Path]) -> Iterator[Lab]:
+    pool = PeerPool(4)
+    yield Lab(pool, family_dir)
+    pool.close()
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_four_peers_with_replicas_give_the_reference_tokens(lab: Lab, model: str) -> None:
+    lab.run(Cell(model, 4, replicas=True), loads=["concurrent"])
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 4])
+def test_a_started_cluster_gives_the_reference_tokens(lab: Lab, peers: int) -> None:
+    reference, prompts = lab.reference(TINY_MOE), prompts_of(TINY_MOE)
+    cluster = clusters.start(Cell(TINY_MOE, peers, replicas=peers > 1).config(reference.folder))
+
+    async def all_at_once() -> list[tuple[int, ...]]:
+        client = Client(cluster.directory())
+        found = await asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in prompts))
+        return [generation.token_ids for generation in found]
+
+    try:
+        found = asyncio.run(all_at_once())
+        status = cluster.status()
+    finally:
+        cluster.stop()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert len(tokens) == TOKENS
+        assert reference.near_ties(prompt, tokens) == 0
+    check_status(status)
+    assert len(status.peers) == peers
+    assert all((peer.rows_sent > 0) == (peers > 1) for peer in status.peers)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_reference_tokens_tell_experts_apart(lab: Lab, model: str) -> None:
+    """Swapping two experts' down projections in one layer changes them: parity would not survive a wrong slot."""
+    reference, prompts = lab.reference(model), prompts_of(model)
+    swapped = copy.deepcopy(reference.model)
+    _, _, experts = experts_modules(swapped)[-1]
+    with torch.no_grad():
+        experts.down_proj[[0, 5]] = experts.down_proj[[5, 0]]
+    changed = [greedy(swapped, prompt, TOKENS) != reference.greedy(prompt, TOKENS) for prompt in prompts]
+    assert sum(changed) >= len(prompts) // 2
+    assert len({token for prompt in prompts for token in reference.greedy(prompt, TOKENS)}) >= 16
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", FULL_CELLS, ids=str)
+def test_every_cell_gives_the_reference_tokens(lab: Lab, cell: Cell) -> None:
+    rows = lab.run(cell)
+    assert (sum(row.preemptions for row in rows) > 0) == (cell.kv_blocks == SCARCE_BLOCKS)
+
+
+def test_near_ties_are_at_most_one_in_ten_thousand_tokens(lab: Lab) -> None:
+    assert lab.rows
+    assert sum(row.near_ties for row in lab.rows) <= NEAR_TIES_PER_TOKEN * sum(row.tokens for row in lab.rows)
+
+
+@pytest.mark.full
+def test_the_whole_matrix_is_recorded(lab: Lab) -> None:
+    by_key = {row.key: row for row in lab.rows}
+    missing = [key for key in keys(FULL_CELLS) if key not in by_key]
+    assert not missing, "cells that did not run or failed"
+    write_record([by_key[key] for key in keys(FULL_CELLS)])
+
+
+def test_the_committed_record_has_every_cell_and_all_are_token_exact() -> None:
+    _, rows = read_record()
+    assert [row.key for row in rows] == keys(FULL_CELLS)
+    assert sum(row.near_ties for row in rows) <= NEAR_TIES_PER_TOKEN * sum(row.tokens for row in rows)
+    assert all(row.token_exact or row.near_ties for row in rows)
