@@ -51,7 +51,11 @@ class ClusterState(StrEnum):
 
 # state -> {event: next}. DEGRADED: a peer died; its epoch is broken, calls fail by name, nothing is healed here.
 CLUSTER_TABLE: dict[ClusterState, dict[str, ClusterState]] = {
-    ClusterState.STARTING: {"serve": ClusterState.SERVING, "fail": ClusterState.FAILED},
+    ClusterState.STARTING: {
+        "serve": ClusterState.SERVING,
+        "fail": ClusterState.FAILED,
+        "stop": ClusterState.STOPPED,
+    },
     ClusterState.SERVING: {"lose_peer": ClusterState.DEGRADED, "stop": ClusterState.STOPPED},
     ClusterState.DEGRADED: {"lose_peer": ClusterState.DEGRADED, "stop": ClusterState.STOPPED},
     ClusterState.FAILED: {"stop": ClusterState.STOPPED},
@@ -75,20 +79,24 @@ class ControllerActor:
         self._capacity = 0
         self._release: ReleaseBundle | None = None
         self._publishing = asyncio.Lock()
+        self._starting: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     # ---- up ----
 
     async def start(self) -> None:
         """Bring the cluster up and serve. On an error everything that was started is ended, and it propagates."""
+        self._starting = asyncio.current_task()
         try:
             await self._start()
         except BaseException:
-            self._advance("fail")
+            if self._state is ClusterState.STARTING:  # not when `stop` cancelled us
+                self._advance("fail")
             self._kill_all()
             raise
         self._advance("serve")
         self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(_log_failure)
 
     async def _start(self) -> None:
         config = self._config
@@ -326,6 +334,8 @@ class ControllerActor:
     async def stop(self) -> None:
         """End the engines at one agreed step, then every actor but this one. A peer that does not follow is killed."""
         in_step = self._state is ClusterState.SERVING
+        if self._state is ClusterState.STARTING and self._starting is not None:
+            self._starting.cancel()
         self._advance("stop")
         if in_step:
             results = await asyncio.gather(
@@ -376,3 +386,9 @@ class ControllerActor:
         if following is None:
             raise RayMoEError(f"cluster {self._config.name!r}: event {event!r} is illegal in state {self._state.value}")
         self._state = following
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Nobody awaits the watch; an error in it must be seen all the same."""
+    if not task.cancelled() and task.exception() is not None:
+        _LOG.error("the controller stopped watching its peers", exc_info=task.exception())

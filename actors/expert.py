@@ -298,7 +298,6 @@ class ExpertActor:
         """This peer's counters, from the layers and the scheduler themselves."""
         loop, pool = self._loop, _present(self._pool, "allocate first")
         trunk = _present(self._trunk, "load the model first")
-        scheduler = loop.scheduler
         per_layer = self._counters.values()
         experts = {id(parameter) for module in trunk.experts.values() for parameter in module.parameters()}
         return EngineStatus(
@@ -311,12 +310,12 @@ class ExpertActor:
             steps_worked=loop.counters.steps_worked,
             seconds_worked=loop.counters.seconds_worked,
             seconds_agreeing=loop.counters.seconds_agreeing,
-            waiting=scheduler.counts.waiting,
-            running=scheduler.counts.running,
-            outstanding_tokens=scheduler.outstanding_tokens,
+            waiting=loop.load.waiting,
+            running=loop.load.running,
+            outstanding_tokens=loop.load.outstanding_tokens,
             tokens_emitted=loop.counters.tokens_emitted,
-            kv_blocks_used=scheduler.total_blocks - scheduler.free_blocks,
-            kv_blocks_total=scheduler.total_blocks,
+            kv_blocks_used=loop.load.kv_blocks_used,
+            kv_blocks_total=self._config.kv_blocks,
             rows_local=sum(counters.rows_local for counters in per_layer),
             rows_sent=sum(counters.rows_sent for counters in per_layer),
             rows_received=sum(counters.rows_received for counters in per_layer),

@@ -53,6 +53,18 @@ def find_controller(cluster: str) -> ActorHandle:
         raise NotServingError(f"no cluster named {cluster!r} runs on this Ray cluster") from error
 
 
+def kill_cluster(cluster: str) -> None:
+    """End whatever actors of a cluster are left."""
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["namespace"] != NAMESPACE or not found["name"].startswith(f"{cluster}."):
+            continue
+        try:
+            actor = ray.get_actor(found["name"], namespace=NAMESPACE)
+        except ValueError:  # it ended between the two calls
+            continue
+        kill(actor)
+
+
 def kill(actor: ActorHandle) -> None:
     """End an actor's process at once; a dead one is fine."""
     ray.kill(actor, no_restart=True)

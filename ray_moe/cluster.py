@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from ray_moe.actors.expert import LoadProgress
-from ray_moe.actors.remote import create_controller, find_controller, kill
+from ray_moe.actors.remote import create_controller, find_controller, kill_cluster
 from ray_moe.actors.reports import ClusterStatus, Directory
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.errors import NotServingError
@@ -60,7 +60,7 @@ class Cluster:
         except (NotServingError, RayActorError):
             return
         finally:
-            kill(self._controller)
+            kill_cluster(self.name)
 
     def _ask(self, method: str, *args: object) -> object:
         try:

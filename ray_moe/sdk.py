@@ -57,7 +57,7 @@ class Client:
 
         `prefix_ids` are tokens that an earlier submission delivered: with the same prompt and seeded `params` the
         stream goes on exactly there. `peer` picks a peer slot by hand. Closing the iterator cancels the request. Raises
-        `RequestError` for a request out of bounds, `PeerLostError` when a peer dies, `NotServingError`, `DeadlineError`.
+        `RequestError` out of bounds, `PeerLostError` when a peer dies, `NotServingError`, `DeadlineError`.
         """
         request = GenerateRequest(
             request_id or f"gen-{uuid.uuid4().hex}", tuple(prompt_ids), admitted(params), tuple(prefix_ids)

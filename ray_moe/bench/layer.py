@@ -73,10 +73,6 @@ def _forward(layer: ExpertLayer, hidden: torch.Tensor, routes: Routes, call: int
     layer.forward(hidden, routes, Invocation(call, "decode"))
 
 
-def _forward(layer: ExpertLayer, hidden: torch.Tensor, routes: Routes, call: int) -> None:
-    layer.forward(hidden, routes, Invocation(call, "decode"))
-
-
 def _timed(what: str, transport: str, tokens: int, call: Callable[[int], object]) -> Row:
     with torch.inference_mode():
         for number in range(WARM_UP):

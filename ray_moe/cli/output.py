@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, RenderableType
 
@@ -17,18 +19,28 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 200
 
 
-class Output:
-    """Where one command writes."""
+@contextmanager
+def output(as_json: bool) -> Iterator[Output]:
+    """Where one command writes. Until the block ends stdout is the command's own: Ray's driver prints notes about its
+    workers there, which its log files hold as well; what goes wrong for us arrives as an exception."""
+    answers = Output(as_json, sys.stdout, sys.stderr)
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield answers
 
-    def __init__(self, as_json: bool) -> None:
+
+class Output:
+    """A command's answer and what it says meanwhile."""
+
+    def __init__(self, as_json: bool, stdout: TextIO, stderr: TextIO) -> None:
         self.as_json = as_json
-        self._aside = _console(stderr=True)
-        self._people = self._aside if as_json else _console(stderr=False)
+        self._stdout = stdout
+        self._aside = _console(stderr)
+        self._people = self._aside if as_json else _console(stdout)
 
     def result(self, document: Mapping[str, Any]) -> None:
         """The command's answer for programs; people get theirs by `show` and `text`."""
         if self.as_json:
-            print(json.dumps(document), flush=True)
+            print(json.dumps(document), file=self._stdout, flush=True)
 
     def show(self, renderable: RenderableType) -> None:
         """A part of the answer for people: a table or a line."""
@@ -80,6 +92,5 @@ def report(message: str, kind: str, exit_code: int, *, as_json: bool, param: str
         print(json.dumps({"error": error | ({"param": param} if param is not None else {})}), flush=True)
 
 
-def _console(*, stderr: bool) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _PIPE_WIDTH)
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_moe.errors import RayMoEError
+from ray_moe.errors import ConfigError, RayMoEError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ def home() -> Path:
 
 
 def path_of(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name is {name!r}; it must be letters, digits, '.', '_' and '-', with a letter or digit first"
+        )
     return home() / f"{name}.json"
 
 

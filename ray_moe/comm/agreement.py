@@ -65,7 +65,10 @@ class Agreement:
 
 
 def agree(records: Sequence[StepRecord]) -> Agreement:
-    """Fold the peers' records of one step. Raises `AgreementError` naming the field and the two peer slots that differ."""
+    """Fold the peers' records of one step.
+
+    Raises `AgreementError` naming the field and the two peer slots that differ.
+    """
     first = records[0]
     for name in ("release64", "header64", "generation", "epoch", "step"):
         for peer, record in enumerate(records):
@@ -89,5 +92,3 @@ def agree(records: Sequence[StepRecord]) -> Agreement:
         generation=min(record.staged_generation for record in records),
         epoch=min(record.staged_epoch for record in records),
     )
-
-

@@ -7,6 +7,7 @@ takes P - 1 (measured 1.2 against 3.1 ms for four processes on two cores).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,15 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.rendezvous import StoreAddress, connect
+from ray_moe.comm.solo import SoloGroup
 from ray_moe.deadline import wait_work
-from ray_moe.errors import CollectiveError
+from ray_moe.errors import CollectiveError, CountMismatchError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
 
+# Gloo ends the whole process when two peers' messages differ in size, so nothing whose size a peer might see otherwise
+# may be sent before sizes are agreed. Count lines therefore travel in frames of one size: 4 KiB hold up to 508 slots.
+_FRAME = 512
+
+
+def join_gloo(spec: ProcessGroupSpec, rank: GlobalRank, store: StoreAddress, seconds: float) -> ExpertGroup:
+    """Take `rank`'s seat in an epoch on CPU; alone, without a store or threads. Raises as `GlooGroup`."""
+    return SoloGroup(spec, rank) if len(spec) == 1 else GlooGroup(spec, rank, store, seconds)
+
 
 class GlooGroup:
-    """One epoch over Gloo. Joining blocks until all peers have joined or `seconds` have passed."""
+    """One epoch over Gloo. Joining blocks until all peers have joined or `seconds` have passed, the deadline of every
+    later collective too.
+
+    Raises `PlacementError` when `rank` has no seat, `DeadlineError` when the store does not answer, `CollectiveError`
+    when a peer does not come.
+    """
 
     def __init__(self, spec: ProcessGroupSpec, rank: GlobalRank, store: StoreAddress, seconds: float) -> None:
         self.spec = spec
@@ -30,6 +47,7 @@ class GlooGroup:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._rank, self._seconds = rank.value, seconds
+        self._in_flight: weakref.WeakSet[_GlooTicket] = weakref.WeakSet()
         prefix = f"{spec.process_group_id}/epoch-{spec.epoch}"
         members = connect(store, prefix, seconds)
         self._payload: dist.ProcessGroup | None = self._communicator(dist.PrefixStore("payload", members))
@@ -52,42 +70,67 @@ class GlooGroup:
         return self._gather(self._open(self._control), line)
 
     def gather_counts(self, line: Tensor) -> Tensor:
-        """A gather in the payload's own order, waited for: counts before payload."""
+        frame = line.new_zeros(_FRAME)
+        frame[0] = line.numel()
+        frame[1 : 1 + line.numel()] = line[: _FRAME - 1]
+        frames_PM = self._gather_in_order(frame)
+        lengths = frames_PM[:, 0].tolist()
+        if min(lengths) != max(lengths):
+            raise CountMismatchError(
+                f"epoch {self.spec.epoch}: the peers' count lines differ in length: {lengths} in peer-slot order, "
+                f"seen by rank {self._rank}; they run different placements"
+            )
+        lines_PM = frames_PM[:, 1 : 1 + line.numel()]
+        if line.numel() < _FRAME:
+            return lines_PM
+        return torch.cat([lines_PM, self._gather_in_order(line[_FRAME - 1 :])], dim=1)
+
+    def _gather_in_order(self, line: Tensor) -> Tensor:
+        """A gather in the payload's own order, waited for."""
         return self._gather(self._open(self._payload), line).result()
 
     def _gather(self, group: dist.ProcessGroup, line: Tensor) -> _GlooTicket:
-        repeated = line.repeat(len(self.spec))
+        repeated = torch.cat([line] * len(self.spec))
         out = torch.empty_like(repeated)
-        work = self._submit(group, out, repeated, [], [])
-        return _GlooTicket(work, out.view(len(self.spec), -1), repeated, self)
+        ticket = _GlooTicket(self._submit(group, out, repeated, [], []), out.view(len(self.spec), -1), self)
+        self._in_flight.add(ticket)
+        return ticket
 
     def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
         out = rows_ND.new_empty(sum(recv_counts_P), rows_ND.shape[1])
         row_bytes = rows_ND.shape[1] * rows_ND.element_size()
-        self.bytes_sent += row_bytes * (sum(send_counts_P) - send_counts_P[self.peer_slot])
-        self.bytes_received += row_bytes * (sum(recv_counts_P) - recv_counts_P[self.peer_slot])
         work = self._submit(self._open(self._payload), out, rows_ND, list(recv_counts_P), list(send_counts_P))
         self.wait(work, "all-to-all-v")
+        self.bytes_sent += row_bytes * (sum(send_counts_P) - send_counts_P[self.peer_slot])
+        self.bytes_received += row_bytes * (sum(recv_counts_P) - recv_counts_P[self.peer_slot])
         return out
 
     def all_gather(self, rows_ND: Tensor) -> Tensor:
         peers = len(self.spec)
-        out = rows_ND.new_empty(peers * rows_ND.shape[0], rows_ND.shape[1])
-        repeated = rows_ND.repeat(peers, 1)
+        repeated = torch.cat([rows_ND] * peers)
+        out = torch.empty_like(repeated)
+        self.wait(self._submit(self._open(self._payload), out, repeated, [], []), "all-gather")
         size = rows_ND.numel() * rows_ND.element_size() * (peers - 1)
         self.bytes_sent += size
         self.bytes_received += size
-        self.wait(self._submit(self._open(self._payload), out, repeated, [], []), "all-gather")
-        return out.view(peers, rows_ND.shape[0], rows_ND.shape[1])
+        return out.view(peers, *rows_ND.shape)
 
     def close(self) -> None:
+        """Drop the epoch. With a gather of ours in flight this takes until its peers have answered, or the deadline."""
         # Dropping the last reference closes the sockets, which is what frees waiting peers; Gloo's abort() does not.
+        # A ticket holds such a reference, whoever still holds the ticket.
+        for ticket in tuple(self._in_flight):
+            ticket.drop()
         self._payload = None
         self._control = None
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait under the group's deadline; `CollectiveError` names rank and epoch."""
         wait_work(work, self._seconds, what, self._rank, self.spec.epoch)
+
+    def closed(self) -> CollectiveError:
+        """What every call after `close` raises."""
+        return CollectiveError("the group is closed", self._rank, self.spec.epoch)
 
     def _submit(
         self, group: dist.ProcessGroup, out: Tensor, rows: Tensor, recv: list[int], send: list[int]
@@ -99,16 +142,23 @@ class GlooGroup:
 
     def _open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
-            raise CollectiveError("the group is closed", self._rank, self.spec.epoch)
+            raise self.closed()
         return group
 
 
 class _GlooTicket:
-    """Keeps both buffers alive until the work is done."""
+    """A gather on its way; Gloo's work object keeps both buffers alive."""
 
-    def __init__(self, work: dist.Work, lines: Tensor, sent: Tensor, group: GlooGroup) -> None:
-        self._work, self._lines, self._sent, self._group = work, lines, sent, group
+    def __init__(self, work: dist.Work, lines: Tensor, group: GlooGroup) -> None:
+        self._work: dist.Work | None = work
+        self._lines, self._group = lines, group
 
     def result(self) -> Tensor:
+        if self._work is None:
+            raise self._group.closed()
         self._group.wait(self._work, "gather")
         return self._lines
+
+    def drop(self) -> None:
+        """Let go of the work: its reference would keep the sockets open."""
+        self._work = None

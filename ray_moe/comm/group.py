@@ -31,11 +31,17 @@ class ExpertGroup(Protocol):
     bytes_received: int
 
     def gather(self, line: Tensor) -> Ticket:
-        """Submit this peer's int64 line [M] for the step agreement; it may be in flight beside any payload collective."""
+        """Submit this peer's int64 line [M] for the step agreement; it may be in flight beside any payload collective.
+
+        M is the same on every peer: the record has a fixed size.
+        """
         ...
 
     def gather_counts(self, line: Tensor) -> Tensor:
-        """The same for the count exchange, waited for and in order with the payload collectives. [P, M]."""
+        """The same for the count exchange, waited for and in order with the payload collectives. [P, M].
+
+        Raises `CountMismatchError` on every peer when their lines differ in length, `CollectiveError`.
+        """
         ...
 
     def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:

@@ -42,13 +42,13 @@ class AllToAllV:
         self.group = group
 
     def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Tensor:
-        if _nothing_moves(counts_PP):
+        if _nothing_crosses(counts_PP):
             return rows_ND
         sent, received = _splits(counts_PP, self.group.peer_slot)
         return self.group.all_to_all_v(rows_ND, sent, received)
 
     def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Tensor:
-        if _nothing_moves(counts_PP):
+        if _nothing_crosses(counts_PP):
             return rows_RD
         sent, received = _splits(counts_PP, self.group.peer_slot)
         return self.group.all_to_all_v(rows_RD, received, sent)
@@ -73,7 +73,7 @@ class AllGatherFilter:
 
     def _gather_and_filter(self, rows: Tensor, counts_PP: CountMatrix) -> Tensor:
         mine = self.group.peer_slot
-        if _nothing_moves(counts_PP):
+        if _nothing_crosses(counts_PP):
             return rows
         capacity = max(sum(line) for line in counts_PP)
         padded = rows.new_zeros(capacity, rows.shape[1])
@@ -98,9 +98,9 @@ def transport_named(name: str, group: ExpertGroup) -> Transport:
     return _TRANSPORTS[name](group)
 
 
-def _nothing_moves(counts_PP: CountMatrix) -> bool:
-    """No peer has a row: all know it from the same matrix, so all skip the collective together."""
-    return not any(map(any, counts_PP))
+def _nothing_crosses(counts_PP: CountMatrix) -> bool:
+    """Every row stays with its peer: all know it from the same matrix, so all skip the collective together."""
+    return all(sum(line) == line[source] for source, line in enumerate(counts_PP))
 
 
 def _splits(counts_PP: CountMatrix, peer: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -1,24 +1,25 @@
-"""Handles: one immutable record per invocation, one lifetime, combined exactly once (specification 0x01D2, 0x06B, 0x0CB).
+"""Handles: one immutable record per invocation, one lifetime, combined exactly once (0x01D2, 0x06B, 0x0CB).
 
 A lease gives a `HandleHeader`. `HandleHeader.bind` is the only constructor of a `DispatchHandle`; it may be called many
-times, each handle is combined once. Letters: N routes of this origin, K top-k, P peers, S physical slots, R received
-rows. Tensors live on the layer's device; row counts that collectives need are host integers.
+times, each handle is combined once. Letters: N routes of this origin, K top-k, P peers, S slots, R received rows.
+Tensors live on the layer's device; row counts that collectives need are host integers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ray_moe.errors import IllegalTransitionError, StaleHandleError
-
-if TYPE_CHECKING:
-    from ray_moe.dataplane.plan import Layout, Plan
+from ray_moe.dataplane.plan import Layout, Plan, expert_order
+from ray_moe.errors import ConfigError, IllegalTransitionError, StaleHandleError
+from ray_moe.kernels.reference import inverse_of
 
 
 class State(Enum):
@@ -71,7 +72,10 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class HandleABI:
-    """What the two ends of an exchange must agree on beyond shapes."""
+    """What the two ends of an exchange must agree on beyond shapes: the dtypes on the wire and who applies the gate.
+
+    Raises `ConfigError` for a dtype that torch does not have and for another gate location than `origin` or `expert`.
+    """
 
     payload_dtype: str = "float32"
     return_dtype: str = "float32"
@@ -79,8 +83,25 @@ class HandleABI:
     handle_version: str = "ray_moe.handle/1"
 
     def __post_init__(self) -> None:
+        for role in ("payload_dtype", "return_dtype"):
+            if not isinstance(getattr(torch, getattr(self, role), None), torch.dtype):
+                raise ConfigError(f"{role} must name a torch dtype, found {getattr(self, role)!r}")
         if self.gate_location not in ("origin", "expert"):
-            raise ValueError(f"gate_location must be 'origin' or 'expert', found {self.gate_location!r}")
+            raise ConfigError(f"gate_location must be 'origin' or 'expert', found {self.gate_location!r}")
+
+    @property
+    def payload(self) -> torch.dtype:
+        """Dtype of the rows that dispatch sends."""
+        return getattr(torch, self.payload_dtype)
+
+    @property
+    def returned(self) -> torch.dtype:
+        """Dtype of the rows that combine sends back."""
+        return getattr(torch, self.return_dtype)
+
+
+# A header's fields that name its holder; the others are one step's common ground.
+_HOLDERS_OWN = ("lease_id", "holder")
 
 
 @dataclass(frozen=True)
@@ -98,16 +119,20 @@ class HandleHeader:
     lease_id: int
     holder: str
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over what all peers of a step must share: everything but the holder and its lease."""
-        shared = {key: value for key, value in asdict(self).items() if key not in ("lease_id", "holder")}
+        shared = {name: value for name, value in asdict(self).items() if name not in _HOLDERS_OWN}
         return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
-    @property
+    @cached_property
     def digest64(self) -> int:
         """The first 63 bits of `digest`, for fixed-size records of integers."""
         return int(self.digest[:16], 16) >> 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: whoever receives a header digests what has arrived, not what the sender had."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def lifetime(self, step: int, unit: str, layer: int, chunk: int) -> Lifetime:
         """A fresh lifetime, in state ROUTER_OUTPUT, for one invocation under this header."""
@@ -145,31 +170,30 @@ class HandleHeader:
             semantic_digest=semantic_digest,
             route_count=plan.routes.num_routes,
             top_k=plan.routes.top_k,
-            origin_token_N=plan.origin_token_N,
-            route_slot_N=plan.route_slot_N,
             physical_slot_N=plan.physical_slot_N,
             order_N=plan.order_N,
-            inverse_N=plan.inverse_N,
             gates_TK=plan.routes.topk_weights,
             send_counts_P=layout.send_counts_P,
             send_offsets_P1=layout.send_offsets_P1,
             recv_counts_P=layout.recv_counts_P,
+            recv_counts_PS=layout.recv_counts_PS,
             counts_PP=layout.counts_PP,
-            expert_order_R=layout.expert_order_R,
             expert_offsets_S1=layout.expert_offsets_S1,
             lifetime=lifetime,
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DispatchHandle:
     """Everything combine needs, and the coordinates it must be used under (union of 0x01D2 and 0x0CB).
 
-    Origin side: `origin_token_N`, `route_slot_N`, `physical_slot_N` (manifest positions) in semantic order; `order_N`
-    send position -> semantic position and its inverse `inverse_N`; `gates_TK`; `send_counts_P` and `send_offsets_P1`
-    (exclusive sums with the sentinel) in peer-slot order. Owner side: `recv_counts_P`, `expert_order_R` expert-major
-    position -> receive position, `expert_offsets_S1` bounds of the local slots' segments. `counts_PP[source][dest]` is
-    the matrix that all peers checked.
+    Origin side: `physical_slot_N` (manifest positions) in semantic order; `order_N` send position -> semantic position
+    and its inverse `inverse_N`; `origin_token_N`, `route_slot_N`, `gates_TK`; `send_counts_P` and `send_offsets_P1`
+    (exclusive sums with the sentinel) in peer-slot order. Owner side: `recv_counts_P`, `recv_counts_PS` per source and
+    local slot, `expert_order_R` expert-major position -> receive position, `expert_offsets_S1` bounds of the local
+    slots' segments. `counts_PP[source][destination]` is the matrix that all peers checked.
+
+    What follows from other fields is made when it is first asked for.
     """
 
     header: HandleHeader
@@ -182,23 +206,43 @@ class DispatchHandle:
     semantic_digest: str | None
     route_count: int
     top_k: int
-    origin_token_N: Tensor
-    route_slot_N: Tensor
     physical_slot_N: Tensor
     order_N: Tensor
-    inverse_N: Tensor
     gates_TK: Tensor
     send_counts_P: tuple[int, ...]
     send_offsets_P1: tuple[int, ...]
     recv_counts_P: tuple[int, ...]
+    recv_counts_PS: tuple[tuple[int, ...], ...]
     counts_PP: tuple[tuple[int, ...], ...]
-    expert_order_R: Tensor
     expert_offsets_S1: tuple[int, ...]
-    lifetime: Lifetime = field(compare=False)
+    lifetime: Lifetime
+
+    @cached_property
+    def origin_token_N(self) -> Tensor:
+        return torch.arange(self.route_count, device=self.order_N.device) // self.top_k
+
+    @cached_property
+    def route_slot_N(self) -> Tensor:
+        return torch.arange(self.route_count, device=self.order_N.device) % self.top_k
+
+    @cached_property
+    def inverse_N(self) -> Tensor:
+        return inverse_of(self.order_N)
+
+    @cached_property
+    def expert_order_R(self) -> Tensor:
+        return expert_order(self.recv_counts_PS, self.order_N.device)
+
+    @property
+    def arrives_expert_major(self) -> bool:
+        """With rows from one source only there is nothing to repack: a source sends in slot order."""
+        return sum(map(bool, self.recv_counts_P)) <= 1
 
     def require(self, header: HandleHeader, operation: str) -> None:
-        """The fence of 0x02B3: same release, checkpoint, placement, group and epoch, or `StaleHandleError`."""
-        for name in ("release_id", "checkpoint_version", "generation", "process_group_id", "epoch", "placement_digest"):
+        """The fence of 0x02B3: everything that peers of a step share is the handle's own, or `StaleHandleError`."""
+        if header.digest == self.header.digest:
+            return
+        for name in (item.name for item in fields(header) if item.name not in _HOLDERS_OWN):
             mine, theirs = getattr(self.header, name), getattr(header, name)
             if mine != theirs:
                 raise StaleHandleError(

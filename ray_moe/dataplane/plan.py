@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ray_moe.errors import CountMismatchError, NotInReplicaSetError
+from ray_moe.errors import (
+    CountMismatchError,
+    DuplicateExecutionError,
+    LostRouteError,
+    NotInReplicaSetError,
+    PlacementError,
+)
 from ray_moe.identity import GlobalRank
 from ray_moe.kernels.reference import stable_order
 from ray_moe.placement import LayerPlacement, PlacementSnapshot
@@ -24,14 +30,18 @@ from ray_moe.routes import Routes
 if TYPE_CHECKING:
     from ray_moe.dataplane.policies import ReplicaPolicy
 
+# A refused invocation accepts no routes; no plan does less than that.
+_REFUSED = -1
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class SlotMap:
     """One layer's placement as seen from one peer.
 
     *Dispatch order* sorts slots by (peer slot of the owner, manifest position); split vectors, counts and segments all
     follow it. `dispatch_S` [S] maps a manifest position to it. `replica_offsets_E1`/`replica_values_S` are the replica
-    sets (CSR over manifest positions); `peer_S` and `domain_S` give each slot's peer slot and a domain number.
+    sets (CSR over manifest positions), `replicas_E` their sizes, `first_replica_E` the first of each; `peer_S` and
+    `domain_S` give each slot's peer slot and a domain number.
     `peer_bounds_P1` bounds each peer's slots in dispatch order; `pool_slots` are this peer's own storage indices in
     that order.
     """
@@ -49,6 +59,7 @@ class SlotMap:
     replica_offsets_E1: Tensor
     replica_values_S: Tensor
     replicas_E: Tensor
+    first_replica_E: Tensor
     replicated: bool
     peer_bounds_P1: tuple[int, ...]
     pool_slots: tuple[int, ...]
@@ -58,9 +69,24 @@ class SlotMap:
         return self.peer_bounds_P1[-1]
 
     @staticmethod
-    def compile(snapshot: PlacementSnapshot, placement: LayerPlacement, rank: GlobalRank, device: torch.device) -> SlotMap:
-        """Compile `placement` for the peer that is global `rank`; raises `PlacementError` when it has no seat."""
+    def compile(
+        snapshot: PlacementSnapshot, placement: LayerPlacement, rank: GlobalRank, device: torch.device
+    ) -> SlotMap:
+        """Compile `placement` for the peer that is global `rank`.
+
+        Raises `PlacementError` when the rank has no seat or no domain, and for slots that hold a part of an expert: two
+        parts are no replicas of one another.
+        """
         group, owner = snapshot.group, snapshot.topology.owner
+        mine = group.peer_slot(rank)
+        if rank not in owner:
+            raise PlacementError(f"rank {rank} belongs to no domain of topology {snapshot.topology.version}")
+        for slot in placement.slots:
+            if slot.shard.count != 1:
+                raise PlacementError(
+                    f"layer {placement.layer}: slot {slot.physical_slot_id} holds part {slot.shard.index} of "
+                    f"{slot.shard.count} of an expert; whole experts are dispatched"
+                )
         peers = [group.peer_slot(slot.destination_rank) for slot in placement.slots]
         domains = {name: number for number, name in enumerate(sorted(set(owner.values())))}
         in_dispatch_order = sorted(range(len(peers)), key=lambda position: (peers[position], position))
@@ -68,13 +94,12 @@ class SlotMap:
         for index, position in enumerate(in_dispatch_order):
             dispatch[position] = index
         per_peer = [peers.count(peer) for peer in range(len(group))]
-        mine = group.peer_slot(rank)
 
         def table(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         offsets = placement.log2phy_offsets
-        replicas = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        replicas = [end - start for start, end in pairwise(offsets)]
         return SlotMap(
             generation=snapshot.generation,
             layer=placement.layer,
@@ -89,6 +114,7 @@ class SlotMap:
             replica_offsets_E1=table(offsets),
             replica_values_S=table(placement.log2phy_values),
             replicas_E=table(replicas),
+            first_replica_E=table([placement.log2phy_values[start] for start in offsets[:-1]]),
             replicated=max(replicas) > 1,
             peer_bounds_P1=tuple(accumulate(per_peer, initial=0)),
             pool_slots=tuple(
@@ -97,21 +123,18 @@ class SlotMap:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What one origin will send, in semantic order and in send order.
+    """What one origin will send: `physical_slot_N` (manifest positions) in semantic order, and the order to send it in.
 
-    Send order is stable by (destination peer slot, physical slot, semantic position). `counts_S` counts rows per slot
-    in dispatch order.
+    `order_N` maps send position to semantic position, stable by (destination peer slot, physical slot, semantic
+    position). `counts_S` counts rows per slot in dispatch order.
     """
 
     generation: int
     routes: Routes
-    origin_token_N: Tensor
-    route_slot_N: Tensor
     physical_slot_N: Tensor
     order_N: Tensor
-    inverse_N: Tensor
     counts_S: Tensor
 
 
@@ -121,93 +144,125 @@ def make_plan(routes: Routes, slots: SlotMap, policy: ReplicaPolicy) -> Plan:
     Raises `RoutesError` when an expert id is outside [0, E). A policy never changes a route's expert: its choice is
     checked like any other assignment.
     """
-    return plan_assignment(routes, policy.choose(routes.checked(slots.num_experts), slots), slots)
+    routes.checked(slots.num_experts)
+    if not slots.replicated:
+        return _lay_out(routes, slots.first_replica_E.index_select(0, flat_ids(routes)), slots)
+    return plan_assignment(routes, policy.choose(routes, slots), slots)
 
 
 def plan_assignment(routes: Routes, physical_slot_N: Tensor, slots: SlotMap) -> Plan:
     """The plan for an assignment that is already made; `physical_slot_N` are manifest positions in semantic order.
 
-    Raises `NotInReplicaSetError` when a route is given a slot of another expert, even when all counts are right.
+    Raises `LostRouteError` or `DuplicateExecutionError` when there are fewer or more positions than routes, and
+    `NotInReplicaSetError` when a route is given a slot of another expert, even when all counts are right.
     """
-    ids_N = routes.topk_ids.reshape(-1).to(torch.int64)
-    wrong_N = slots.phy2log_S[physical_slot_N] != ids_N
-    if bool(wrong_N.any()):
-        route = int(wrong_N.nonzero()[0, 0])
+    ids_N = flat_ids(routes)
+    where = f"layer {slots.layer} generation {slots.generation}"
+    if physical_slot_N.shape != ids_N.shape:
+        kind = LostRouteError if physical_slot_N.numel() < ids_N.numel() else DuplicateExecutionError
+        raise kind(f"{where}: {ids_N.numel()} routes were given {physical_slot_N.numel()} slots")
+    inside_N = physical_slot_N.clamp(0, slots.num_slots - 1)
+    stored_N = slots.phy2log_S.index_select(0, inside_N)
+    if not (torch.equal(stored_N, ids_N) and torch.equal(inside_N, physical_slot_N)):
+        route = int(((stored_N != ids_N) | (inside_N != physical_slot_N)).nonzero()[0, 0])
         raise NotInReplicaSetError(
-            f"layer {slots.layer} generation {slots.generation}: route {route} wants expert {int(ids_N[route])}, "
-            f"slot at manifest position {int(physical_slot_N[route])} stores another"
+            f"{where}: route {route} wants expert {int(ids_N[route])}, manifest position "
+            f"{int(physical_slot_N[route])} of {slots.num_slots} is not one of its replicas"
         )
-    order_N, inverse_N, counts_S = stable_order(slots.dispatch_S[physical_slot_N], slots.num_slots)
-    semantic_N = torch.arange(ids_N.numel(), device=ids_N.device)
-    return Plan(
-        generation=slots.generation,
-        routes=routes,
-        origin_token_N=semantic_N // routes.top_k,
-        route_slot_N=semantic_N % routes.top_k,
-        physical_slot_N=physical_slot_N,
-        order_N=order_N,
-        inverse_N=inverse_N,
-        counts_S=counts_S,
-    )
+    return _lay_out(routes, physical_slot_N, slots)
 
 
-@dataclass(frozen=True)
+def _lay_out(routes: Routes, physical_slot_N: Tensor, slots: SlotMap) -> Plan:
+    order_N, counts_S = stable_order(slots.dispatch_S.index_select(0, physical_slot_N), slots.num_slots)
+    return Plan(slots.generation, routes, physical_slot_N, order_N, counts_S)
+
+
+def flat_ids(routes: Routes) -> Tensor:
+    """Logical experts [N] int64 in semantic order."""
+    return routes.topk_ids.reshape(-1).to(torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """What all peers agreed to move for one invocation; field meanings as in `DispatchHandle`."""
 
     send_counts_P: tuple[int, ...]
     send_offsets_P1: tuple[int, ...]
     recv_counts_P: tuple[int, ...]
+    recv_counts_PS: tuple[tuple[int, ...], ...]
     counts_PP: tuple[tuple[int, ...], ...]
-    expert_order_R: Tensor
     expert_offsets_S1: tuple[int, ...]
 
 
 def layout_record(plan: Plan, header_digest64: int, invocation: int) -> Tensor:
-    """This peer's line of the count exchange: header digest, invocation, accepted routes, then counts per slot [3 + S]."""
+    """This peer's line of the count exchange [3 + S]: header digest, invocation, accepted routes, counts per slot."""
     prefix = [header_digest64, invocation, plan.routes.num_routes]
     return torch.cat([torch.tensor(prefix, dtype=torch.int64, device=plan.counts_S.device), plan.counts_S])
+
+
+def refusal_record(slots: SlotMap, header_digest64: int, invocation: int) -> Tensor:
+    """The line of a peer that cannot plan: `agree_layout` refuses the invocation on every peer that reads it."""
+    line = [header_digest64, invocation, _REFUSED] + [0] * slots.num_slots
+    return torch.tensor(line, dtype=torch.int64, device=slots.dispatch_S.device)
 
 
 def agree_layout(records: Tensor, slots: SlotMap) -> Layout:
     """The layout from all peers' `layout_record` lines, `records` [P, 3 + S] in peer-slot order.
 
     Every peer runs the same checks on the same numbers, so that all refuse together before any payload moves: equal
-    header digests and invocations, and counts that sum to the accepted routes (0x01B). Raises `CountMismatchError`.
+    header digests and invocations, no refusal, and counts that sum to the accepted routes (0x01B). Raises
+    `CountMismatchError`.
     """
     lines = records.tolist()
+    _check_lines(lines, slots)
+    bounds, mine = slots.peer_bounds_P1, slots.my_peer
+    spans = [slice(3 + start, 3 + end) for start, end in pairwise(bounds)]
+    counts_PP = tuple(tuple(sum(line[span]) for span in spans) for line in lines)
+    recv_counts_PS = tuple(tuple(line[spans[mine]]) for line in lines)
+    return Layout(
+        send_counts_P=counts_PP[mine],
+        send_offsets_P1=tuple(accumulate(counts_PP[mine], initial=0)),
+        recv_counts_P=tuple(row[mine] for row in counts_PP),
+        recv_counts_PS=recv_counts_PS,
+        counts_PP=counts_PP,
+        expert_offsets_S1=tuple(accumulate(map(sum, zip(*recv_counts_PS, strict=True)), initial=0)),
+    )
+
+
+def _check_lines(lines: list[list[int]], slots: SlotMap) -> None:
+    where = f"layer {slots.layer} generation {slots.generation}"
+    if len(lines) != slots.num_peers or len(lines[0]) != 3 + slots.num_slots:
+        raise CountMismatchError(
+            f"{where}: {len(lines)} lines of {len(lines[0])} numbers came, {slots.num_peers} peers with "
+            f"{slots.num_slots} slots send {slots.num_peers} lines of {3 + slots.num_slots}"
+        )
     mine = lines[slots.my_peer]
     for peer, line in enumerate(lines):
         if line[:2] != mine[:2]:
             raise CountMismatchError(
-                f"layer {slots.layer} generation {slots.generation}: peer slot {peer} is at header/invocation "
-                f"{line[:2]}, peer slot {slots.my_peer} at {mine[:2]}"
+                f"{where}: peer slot {peer} is at header/invocation {line[:2]}, peer slot {slots.my_peer} at {mine[:2]}"
             )
+    for peer, line in enumerate(lines):
+        if line[2] == _REFUSED:
+            raise CountMismatchError(f"{where}: peer slot {peer} refused its own routes; its error says why")
         if sum(line[3:]) != line[2] or min(line[3:]) < 0:
             raise CountMismatchError(
-                f"layer {slots.layer} generation {slots.generation}: peer slot {peer} accepted {line[2]} routes "
-                f"but its counts sum to {sum(line[3:])}"
+                f"{where}: peer slot {peer} accepted {line[2]} routes but its counts sum to {sum(line[3:])}"
             )
-    bounds = slots.peer_bounds_P1
-    counts_PP = tuple(
-        tuple(sum(line[3 + start : 3 + end]) for start, end in zip(bounds, bounds[1:], strict=False)) for line in lines
-    )
-    start, end = bounds[slots.my_peer], bounds[slots.my_peer + 1]
-    received_PS = [line[3 + start : 3 + end] for line in lines]
-    send_counts_P = counts_PP[slots.my_peer]
-    return Layout(
-        send_counts_P=send_counts_P,
-        send_offsets_P1=tuple(accumulate(send_counts_P, initial=0)),
-        recv_counts_P=tuple(row[slots.my_peer] for row in counts_PP),
-        counts_PP=counts_PP,
-        expert_order_R=_expert_order(received_PS, records.device),
-        expert_offsets_S1=tuple(accumulate((sum(column) for column in zip(*received_PS, strict=True)), initial=0)),
-    )
 
 
-def _expert_order(received_PS: list[list[int]], device: torch.device) -> Tensor:
-    """Receive positions in expert-major order: stable by (local slot, source peer, send position), 0x03C2."""
-    counts_PS = torch.tensor(received_PS, dtype=torch.int64)
-    num_peers, num_slots = counts_PS.shape
-    slot_R = torch.arange(num_slots).repeat(num_peers).repeat_interleave(counts_PS.view(-1))
-    return torch.argsort(slot_R, stable=True).to(device)
+def expert_order(recv_counts_PS: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Receive positions in expert-major order [R]: stable by (local slot, source peer, send position), 0x03C2.
+
+    Rows arrive source-major, each source's in slot order. Example: source 0 sends 1 and 2 rows to the two slots,
+    source 1 sends 1 and 0: [[1, 2], [1, 0]] -> [0, 3, 1, 2].
+    """
+    num_peers, num_slots = len(recv_counts_PS), len(recv_counts_PS[0])
+    counts = list(chain.from_iterable(recv_counts_PS))
+    arrived_at = list(accumulate(counts, initial=0))
+    blocks = [source * num_slots + slot for slot in range(num_slots) for source in range(num_peers)]
+    rows = [counts[block] for block in blocks]
+    # Rows of equal (slot, source) move as one block: by where it arrived less where it goes.
+    shifts = [arrived_at[block] - goes_to for block, goes_to in zip(blocks, accumulate(rows, initial=0), strict=False)]
+    shift_R = torch.tensor(shifts).repeat_interleave(torch.tensor(rows))
+    return (shift_R + torch.arange(shift_R.numel())).to(device)

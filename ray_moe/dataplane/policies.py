@@ -1,7 +1,8 @@
 """Replica choice: which copy of an already chosen expert runs a route (specification 0x08H).
 
-A policy is an object with one method. It may look at counts, domains and queues; it can never change the expert, and
-`plan_assignment` checks that it did not. Letters: N routes, E experts, S slots, P peers.
+A policy is an object with one method, asked only where some expert has several replicas. It may look at counts,
+domains and queues; it can never change the expert, and `plan_assignment` checks that it did not. Letters: N routes,
+E experts, S slots, P peers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ray_moe.dataplane.plan import SlotMap
+from ray_moe.dataplane.plan import SlotMap, flat_ids
 from ray_moe.errors import ConfigError
 from ray_moe.routes import Routes
 
@@ -34,8 +35,6 @@ class TokenHash:
 
     def choose(self, routes: Routes, slots: SlotMap) -> Tensor:
         ids_N, base_N, replicas_N = _replica_sets(routes, slots)
-        if not slots.replicated:
-            return slots.replica_values_S[base_N]
         return slots.replica_values_S[base_N + _hash(ids_N, slots.my_peer) % replicas_N]
 
 
@@ -46,8 +45,6 @@ class LocalityFirst:
 
     def choose(self, routes: Routes, slots: SlotMap) -> Tensor:
         ids_N, base_N, replicas_N = _replica_sets(routes, slots)
-        if not slots.replicated:
-            return slots.replica_values_S[base_N]
         distance_S = 2 - (slots.domain_S == slots.my_domain).long() - (slots.peer_S == slots.my_peer).long()
         candidates = _Candidates(ids_N, base_N, replicas_N, slots)
         spread = (candidates.replica_C - _hash(ids_N, slots.my_peer)[candidates.route_C]) % candidates.count_C
@@ -66,7 +63,12 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """Fills each expert's least loaded replicas first, counting the rows this unit must send to each peer anyway."""
+    """Fills each expert's least loaded replicas first, counting the rows this unit must send to each peer anyway.
+
+    Experts are filled independently: rows of one replicated expert do not weigh on another's choice, only rows without
+    a choice do. Equal loads are taken in turn from a replica that differs by expert and by peer, so that peers that do
+    not see one another's rows do not all start at the same one.
+    """
 
     name = "least_load"
 
@@ -77,20 +79,19 @@ class LeastLoad:
         """Water-filling without a loop over rows.
 
         The j-th route to expert e goes where the (j+1)-th smallest of the keys `load(replica) + 0, + 1, ...` lies:
-        exactly what sending each route to the least loaded replica in turn would do.
+        exactly what sending the expert's routes to its least loaded replica one after the other would do.
         """
         ids_N, base_N, replicas_N = _replica_sets(routes, slots)
-        if not slots.replicated:
-            return slots.replica_values_S[base_N]
         forced_N = slots.peer_S[slots.replica_values_S[base_N]][replicas_N == 1]
         load_P = load_P + torch.bincount(forced_N, minlength=slots.num_peers)
         candidates = _Candidates(ids_N, base_N, replicas_N, slots)
         turn_C = _occurrence(ids_N, slots.num_experts)[candidates.route_C]
         key_C = load_P[slots.peer_S[candidates.position_C]] + turn_C
-        # Per expert, the candidates (turn t, replica a) sorted by (key, replica): the first n_e of them are taken.
+        # Per expert, the candidates (turn t, replica a) sorted by (key, tie): the first n_e of them are taken.
         expert_C = ids_N[candidates.route_C]
+        tie_C = (candidates.replica_C - expert_C - slots.my_peer) % candidates.count_C
         width = int(key_C.max()) + 1 if key_C.numel() else 1
-        order_C = torch.argsort((expert_C * width + key_C) * slots.num_slots + candidates.replica_C)
+        order_C = torch.argsort((expert_C * width + key_C) * slots.num_slots + tie_C)
         rank_C = _occurrence(expert_C[order_C], slots.num_experts)
         wanted_E = torch.bincount(ids_N, minlength=slots.num_experts)
         taken = order_C[rank_C < wanted_E[expert_C[order_C]]]
@@ -148,7 +149,7 @@ class _Candidates:
 
 
 def _replica_sets(routes: Routes, slots: SlotMap) -> tuple[Tensor, Tensor, Tensor]:
-    ids_N = routes.topk_ids.reshape(-1).to(torch.int64)
+    ids_N = flat_ids(routes)
     return ids_N, slots.replica_offsets_E1[ids_N], slots.replicas_E[ids_N]
 
 
@@ -163,7 +164,10 @@ def _occurrence(keys_N: Tensor, num_keys: int) -> Tensor:
 
 
 def _hash(ids_N: Tensor, salt: int) -> Tensor:
-    """A 31-bit multiplicative hash of (position, expert, salt): no state, the same on every device."""
-    position_N = torch.arange(ids_N.numel(), device=ids_N.device)
-    mixed_N = (position_N * 2654435761 + ids_N * 40503 + (salt + 1) * 97) & 0x7FFFFFFF
-    return (mixed_N ^ (mixed_N >> 15)) * 2246822519 >> 13 & 0x7FFFFFFF
+    """A 31-bit Fibonacci hash of (position, expert, salt): no state, the same on every device.
+
+    The multiplier is 2^64 over the golden ratio, as a signed integer; the product wraps, and its high bits are kept.
+    """
+    start = salt * 1_000_003
+    key_N = torch.arange(start, start + ids_N.numel(), device=ids_N.device).add_(ids_N, alpha=40503)
+    return key_N.mul_(-7046029254386353131).bitwise_right_shift_(33).bitwise_and_(0x7FFFFFFF)

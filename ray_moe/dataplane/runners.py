@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -19,7 +21,7 @@ from ray_moe.errors import ConfigError
 Activation = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
     """The generation's view of one layer's slot pool: which storage index each local slot uses, and the slabs.
 
@@ -33,6 +35,27 @@ class LayerWeights:
     down_bias: Tensor | None
     pool_slots: tuple[int, ...]
     activation: Activation
+
+    @cached_property
+    def experts(self) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], ...]:
+        """Each local slot's own (gate_up, down, gate_up bias, down bias): views of the slabs, in dispatch order."""
+        return tuple(
+            (
+                self.gate_up[pool_slot],
+                self.down[pool_slot],
+                None if self.gate_up_bias is None else self.gate_up_bias[pool_slot],
+                None if self.down_bias is None else self.down_bias[pool_slot],
+            )
+            for pool_slot in self.pool_slots
+        )
+
+    @cached_property
+    def stack(self) -> slice | Tensor:
+        """Indexes a slab by local slot: a view where the pool slots are consecutive, a copy where they are not."""
+        first, count = (self.pool_slots or (0,))[0], len(self.pool_slots)
+        if self.pool_slots == tuple(range(first, first + count)):
+            return slice(first, first + count)
+        return torch.tensor(self.pool_slots, device=self.gate_up.device)
 
 
 class Runner(Protocol):
@@ -51,18 +74,28 @@ class Grouped:
     name = "grouped"
 
     def run(self, rows_RD: Tensor, offsets_S1: Sequence[int], weights: LayerWeights) -> Tensor:
-        out_RD = torch.empty_like(rows_RD)
-        for local, pool_slot in enumerate(weights.pool_slots):
-            start, end = offsets_S1[local], offsets_S1[local + 1]
-            if start == end:
-                continue
-            inner = functional.linear(rows_RD[start:end], weights.gate_up[pool_slot])
-            if weights.gate_up_bias is not None:
-                inner = inner + weights.gate_up_bias[pool_slot]
-            # The bias is added after rounding, not fused: that is what transformers does, bit for bit in bf16.
-            outer = functional.linear(weights.activation(inner), weights.down[pool_slot])
-            out_RD[start:end] = outer if weights.down_bias is None else outer + weights.down_bias[pool_slot]
-        return out_RD
+        outputs = [
+            self._expert(rows_RD[start:end], weights.activation, *expert)
+            for expert, (start, end) in zip(weights.experts, pairwise(offsets_S1), strict=True)
+            if end > start
+        ]
+        return torch.cat(outputs) if outputs else rows_RD.new_empty(0, rows_RD.shape[1])
+
+    @staticmethod
+    def _expert(
+        rows_nD: Tensor,
+        activation: Activation,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        inner = functional.linear(rows_nD, gate_up)
+        # Biases are added after rounding, not fused: that is what transformers does, bit for bit in bf16.
+        if gate_up_bias is not None:
+            inner = inner + gate_up_bias
+        outer = functional.linear(activation(inner), down)
+        return outer if down_bias is None else outer + down_bias
 
 
 class CapacityPadded:
@@ -71,7 +104,7 @@ class CapacityPadded:
     name = "capacity_padded"
 
     def run(self, rows_RD: Tensor, offsets_S1: Sequence[int], weights: LayerWeights) -> Tensor:
-        counts = [end - start for start, end in zip(offsets_S1, offsets_S1[1:], strict=False)]
+        counts = [end - start for start, end in pairwise(offsets_S1)]
         capacity = max(counts, default=0)
         if capacity == 0:
             return torch.empty_like(rows_RD)
@@ -79,17 +112,18 @@ class CapacityPadded:
         valid_SC = torch.arange(capacity, device=rows_RD.device) < count_S[:, None]
         padded_SCD = rows_RD.new_zeros(len(counts), capacity, rows_RD.shape[1])
         padded_SCD[valid_SC] = rows_RD
-        pool = torch.tensor(weights.pool_slots, device=rows_RD.device)
-        inner = torch.bmm(padded_SCD, weights.gate_up[pool].mT)
+        inner = torch.bmm(padded_SCD, weights.gate_up[weights.stack].mT)
         if weights.gate_up_bias is not None:
-            inner = inner + weights.gate_up_bias[pool, None]
-        outer = torch.bmm(weights.activation(inner), weights.down[pool].mT)
+            inner = inner + weights.gate_up_bias[weights.stack, None]
+        outer = torch.bmm(weights.activation(inner), weights.down[weights.stack].mT)
         if weights.down_bias is not None:
-            outer = outer + weights.down_bias[pool, None]
+            outer = outer + weights.down_bias[weights.stack, None]
         return outer[valid_SC]
 
 
-_RUNNERS: dict[str, type[Grouped] | type[CapacityPadded]] = {runner.name: runner for runner in (Grouped, CapacityPadded)}
+_RUNNERS: dict[str, type[Grouped] | type[CapacityPadded]] = {
+    runner.name: runner for runner in (Grouped, CapacityPadded)
+}
 
 
 def runner_named(name: str) -> Runner:

@@ -81,6 +81,16 @@ class Outlet(Protocol):
         """This peer has work while the others may be asleep."""
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the scheduler holds, as of the last step: for other threads, which must not look into it themselves."""
+
+    waiting: int
+    running: int
+    outstanding_tokens: int
+    kv_blocks_used: int
+
+
 @dataclass
 class LoopCounters:
     """Exact totals since the loop started. Seconds are wall time of steps that ran a unit: in all, and of it the wait
@@ -113,6 +123,7 @@ class EngineLoop:
         self.state = LoopState.STARTING
         self.failure: RayMoEError | None = None
         self.counters = LoopCounters()
+        self.load = self._look_at_load()
         self._staged: dict[int, GenerationView] = {view.lease.generation: view}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -146,6 +157,7 @@ class EngineLoop:
                 self.counters.steps_agreed += 1
                 worked, agreed, plan = agreed.prefill or agreed.decode, ticket.result(), next_plan
                 self._switch(agreed)
+                self.load = self._look_at_load()
                 if worked:
                     self.counters.steps_worked += 1
                     self.counters.seconds_worked += perf_counter() - started
@@ -327,6 +339,15 @@ class EngineLoop:
 
     # ---- details ----
 
+    def _look_at_load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            waiting=scheduler.counts.waiting,
+            running=scheduler.counts.running,
+            outstanding_tokens=scheduler.outstanding_tokens,
+            kv_blocks_used=scheduler.total_blocks - scheduler.free_blocks,
+        )
+
     def _has_news(self) -> bool:
         return bool(self._inbox) or self.scheduler.has_work
 
@@ -365,6 +386,7 @@ class EngineLoop:
             self._closed = True
         self._take_inbox()
         self.outlet.deliver([Refusal(request_id, error) for request_id in self.scheduler.drain()])
+        self.load = self._look_at_load()
 
     def _advance(self, event: str) -> None:
         following = LOOP_TABLE[self.state].get(event)

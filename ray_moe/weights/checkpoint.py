@@ -27,6 +27,8 @@ from ray_moe.weights.sources import ExpertsModule, ParameterSource
 
 # Attention that the paged engine computes exactly; what carries a recurrent state or an index of its own is not here.
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# These scale by the longest sequence of a forward, so a packed unit would change its neighbours' results.
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -337,6 +339,9 @@ def check_supported(config: PretrainedConfig, *, path: Path | None = None, trust
     if unservable:
         reason = f"its layer_types contain {unservable}; the paged engine serves {sorted(SERVABLE_LAYER_TYPES)}"
         raise UnsupportedModelError(family, reason)
+    scaling = sorted(_rope_types(config) & BATCH_DEPENDENT_ROPE)
+    if scaling:
+        raise UnsupportedModelError(family, f"its position encoding ({scaling[0]}) depends on what shares the batch")
     cls: Any = sources.model_class(config, path, trust_remote_code)
     if cls._is_stateful or not cls._supports_attention_backend:
         raise UnsupportedModelError(family, "its layers do not all attend through transformers' attention interface")
@@ -349,6 +354,13 @@ def _declared_dtype(config: PretrainedConfig) -> torch.dtype | None:
         if isinstance(dtype, torch.dtype):
             return dtype
     return None
+
+
+def _rope_types(config: PretrainedConfig) -> set[str]:
+    """Every rope type that the configuration names; some families have one per layer type."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(one["rope_type"]) for one in each if "rope_type" in one}
 
 
 def _refuse_quantised(config: PretrainedConfig) -> None:

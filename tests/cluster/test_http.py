@@ -1,6 +1,6 @@
 """The HTTP API end to end: Ray Serve, a cluster of two peers, the embedded model, and OpenAI's own client unchanged.
 
-The oracle is the SDK on the same cluster: HTTP may word a generation, but not change it. Greedy unless it says otherwise.
+The oracle is the SDK on the same cluster: HTTP may word a generation, but not change it. Greedy unless said otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,9 @@ class Server:
         lines = text.removesuffix("\n\n").split("\n\n")
         assert all(line.startswith("data: ") for line in lines)
         return [line.removeprefix("data: ") for line in lines]
+
+    def stream(self, path: str, body: dict[str, Any]) -> AbstractContextManager[httpx.Response]:
+        return httpx.stream("POST", self.url + path, json={**body, "stream": True}, timeout=60, trust_env=False)
 
     def generate(self, prompt_ids: list[int], **params: Any) -> Generation:
         """The oracle."""
@@ -409,13 +412,12 @@ def test_serve_on_another_address_than_the_running_one_is_refused(server: Server
 
 def test_a_peers_death_ends_streams_with_an_error_event_and_is_503_from_then_on(server: Server) -> None:
     lines = []
-    with httpx.stream("POST", server.url + COMPLETIONS, json=ENDLESS | {"stream": True}, trust_env=False) as response:
+    with server.stream(COMPLETIONS, ENDLESS) as response:
         assert response.status_code == 200
-        for line in response.iter_lines():
+        for line in filter(None, response.iter_lines()):
+            lines.append(line)
             if len(lines) == 3:
                 ray.kill(ray.get_actor(f"{NAME}.expert-1", namespace="ray_moe"))
-            if line:
-                lines.append(line)
     assert "choices" in json.loads(lines[0].removeprefix("data: "))
     last = json.loads(lines[-1].removeprefix("data: "))
     assert list(last) == ["error"]

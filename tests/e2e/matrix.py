@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from ray_moe.sdk import Client
 from ray_moe.text import load_tokenizer
 from tests.e2e.oracle import Reference
 from tests.e2e.pool import PeerPool
-from tests.families import FAMILIES
+from tests.families import FAMILIES, build_model, family_config, save_model
 
 TINY_MOE = "tiny-moe"
 MODELS = (*FAMILIES, TINY_MOE)
@@ -38,8 +38,10 @@ LOADS = ("alone", "concurrent")
 TOKENS = 64
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 LENGTHS = (5, 40, 300)
+STD = 0.22  # of random weights: no continuation runs into a loop, and each depends on the experts
 DEALT = {1: (6,), 2: (4, 2), 3: (4, 2, 0), 4: (3, 2, 1, 0)}  # prompts per peer slot under the concurrent load
 SCARCE_BLOCKS = 24  # of 16 positions: room for the longest request (23 blocks) and for nothing beside it
+SETTLED_S = 20.0  # for the other peers to finish the step that delivered the last token
 NEAR_TIES_PER_TOKEN = 1 / 10_000
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "parity.json"
@@ -129,16 +131,20 @@ def keys(cells: Iterable[Cell]) -> list[tuple[object, ...]]:
 class Lab:
     """What the cells of a session share: peer processes, models, references, and the rows so far."""
 
-    def __init__(self, pool: PeerPool, family_dir: Callable[..., Path]) -> None:
+    def __init__(self, pool: PeerPool, directory: Path) -> None:
         self.pool, self.rows = pool, list[Row]()
-        self._family_dir = family_dir
+        self._directory = directory
         self._references: dict[str, Reference] = {}
 
     def reference(self, model: str) -> Reference:
         if model not in self._references:
-            folder = tiny_moe_path() if model == TINY_MOE else self._family_dir(model)
-            self._references[model] = Reference(folder)
+            self._references[model] = Reference(self._folder(model))
         return self._references[model]
+
+    def _folder(self, model: str) -> Path:
+        if model == TINY_MOE:
+            return tiny_moe_path()
+        return save_model(build_model(family_config(model), std=STD), self._directory / model)
 
     def run(self, cell: Cell, loads: Sequence[str] = LOADS) -> list[Row]:
         """Serve the cell's model, run the loads, check everything, and keep the rows."""
@@ -167,19 +173,20 @@ class Lab:
             asked = list(zip(prompts, dealt, strict=True))
             found = await asyncio.gather(*(client.generate(prompt, GREEDY, peer=peer) for prompt, peer in asked))
         seconds = time.monotonic() - started
-        after = await controller.status()
+        after = await settled(controller.status)
 
         assert [len(generation.token_ids) for generation in found] == [TOKENS] * len(asked)
         near = [
             reference.near_ties(prompt, generation.token_ids)
             for (prompt, _), generation in zip(asked, found, strict=True)
         ]
-        check_status(after)
         rows_sent = [new.rows_sent - old.rows_sent for new, old in zip(after.peers, before.peers, strict=True)]
         busy = {peer for _, peer in asked}
         assert [peer for peer, sent in enumerate(rows_sent) if sent] == (sorted(busy) if cell.peers > 1 else [])
         return Row(
-            **{name: getattr(cell, name) for name in ("model", "peers", "replicas", "transport", "runner", "kv_blocks")},
+            **{
+                name: getattr(cell, name) for name in ("model", "peers", "replicas", "transport", "runner", "kv_blocks")
+            },
             load=load,
             requests=len(asked),
             tokens=len(asked) * TOKENS,
@@ -209,18 +216,33 @@ def prompts_of(model: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(torch.randint(0, 256, (length,), generator=generator).tolist()) for length in lengths)
 
 
-def check_status(status: ClusterStatus) -> None:
-    """Experts are spread as evenly as slots allow, trunks hold none, nothing of a finished request is left."""
-    peers = len(status.peers)
+async def settled(look: Callable[[], Awaitable[ClusterStatus]]) -> ClusterStatus:
+    """The status once every peer has finished the last step, checked.
+
+    Nothing of a finished request is left, rows that were sent have arrived, experts are spread as evenly as slots
+    allow, and trunks hold none.
+    """
+    deadline = time.monotonic() + SETTLED_S
+    status = await look()
+    while not is_quiet(status) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+        status = await look()
+    assert is_quiet(status), status.peers
+
     slots = Counter(slot.layer for slot in status.slots)
     held = Counter((slot.rank, slot.layer) for slot in status.slots)
     for peer in status.peers:
         assert peer.state == "serving", peer.failure
         assert not peer.trunk_has_experts
         assert peer.resident_slots == {layer: held[peer.rank, layer] for layer in slots}
-        assert all(held[peer.rank, layer] <= -(-count // peers) for layer, count in slots.items())
-        assert (peer.kv_blocks_used, peer.running, peer.waiting, peer.outstanding_tokens) == (0, 0, 0, 0)
-    assert sum(peer.rows_sent for peer in status.peers) == sum(peer.rows_received for peer in status.peers)
+        assert all(held[peer.rank, layer] <= -(-count // len(status.peers)) for layer, count in slots.items())
+    return status
+
+
+def is_quiet(status: ClusterStatus) -> bool:
+    """All KV blocks free, no request open, and each row that one peer counts as sent counted by another as received."""
+    left = sum(peer.kv_blocks_used + peer.running + peer.waiting + peer.outstanding_tokens for peer in status.peers)
+    return not left and sum(peer.rows_sent - peer.rows_received for peer in status.peers) == 0
 
 
 def write_record(rows: Sequence[Row]) -> None:
@@ -246,7 +268,10 @@ def read_record() -> tuple[dict[str, object], list[Row]]:
     """The committed record's head and rows."""
     head = json.loads(RECORD.read_text())
     tuples = ("rows_local", "rows_sent")
-    rows = [Row(**{name: tuple(value) if name in tuples else value for name, value in row.items()}) for row in head.pop("rows")]
+    rows = [
+        Row(**{name: tuple(value) if name in tuples else value for name, value in row.items()})
+        for row in head.pop("rows")
+    ]
     return head, rows
 
 

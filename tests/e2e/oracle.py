@@ -1,4 +1,4 @@
-"""The reference: transformers' own model, whole, in fp32 with `experts_implementation="eager"`, and the token-exact rule.
+"""The reference, transformers' own whole model in fp32 with `experts_implementation="eager"`, and the token-exact rule.
 
 Token-exact means equal tokens. A first difference is scored again by the reference in fp64: only when both tokens lie
 within `NEAR` of the largest logit is it a near tie, which is counted apart; anything else fails. After a near tie the
@@ -52,9 +52,7 @@ class Reference:
     @property
     def trunk_parameters(self) -> int:
         """Parameters that are not a routed expert's."""
-        routed = {
-            id(parameter) for _, _, module in experts_modules(self.model) for parameter in module.parameters()
-        }
+        routed = {id(parameter) for _, _, module in experts_modules(self.model) for parameter in module.parameters()}
         return sum(parameter.numel() for parameter in self.model.parameters() if id(parameter) not in routed)
 
     @cached_property

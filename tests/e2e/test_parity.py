@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,10 +25,10 @@ from tests.e2e.matrix import (
     TOKENS,
     Cell,
     Lab,
-    check_status,
     keys,
     prompts_of,
     read_record,
+    settled,
     write_record,
 )
 from tests.e2e.oracle import greedy
@@ -40,9 +39,9 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def lab(local_ray: None, family_dir: Callable[..., Path]) -> Iterator[Lab]:
+def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     pool = PeerPool(4)
-    yield Lab(pool, family_dir)
+    yield Lab(pool, tmp_path_factory.mktemp("parity"))
     pool.close()
 
 
@@ -63,13 +62,12 @@ def test_a_started_cluster_gives_the_reference_tokens(lab: Lab, peers: int) -> N
 
     try:
         found = asyncio.run(all_at_once())
-        status = cluster.status()
+        status = asyncio.run(settled(lambda: asyncio.to_thread(cluster.status)))
     finally:
         cluster.stop()
     for prompt, tokens in zip(prompts, found, strict=True):
         assert len(tokens) == TOKENS
         assert reference.near_ties(prompt, tokens) == 0
-    check_status(status)
     assert len(status.peers) == peers
     assert all((peer.rows_sent > 0) == (peers > 1) for peer in status.peers)
 
@@ -82,9 +80,10 @@ def test_the_reference_tokens_tell_experts_apart(lab: Lab, model: str) -> None:
     _, _, experts = experts_modules(swapped)[-1]
     with torch.no_grad():
         experts.down_proj[[0, 5]] = experts.down_proj[[5, 0]]
-    changed = [greedy(swapped, prompt, TOKENS) != reference.greedy(prompt, TOKENS) for prompt in prompts]
-    assert sum(changed) >= len(prompts) // 2
-    assert len({token for prompt in prompts for token in reference.greedy(prompt, TOKENS)}) >= 16
+    for prompt in prompts:
+        expected = reference.greedy(prompt, TOKENS)
+        assert greedy(swapped, prompt, TOKENS) != expected
+        assert len(set(expected)) > TOKENS // 8  # no loop that hides what came before it
 
 
 @pytest.mark.full

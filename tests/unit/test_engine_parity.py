@@ -196,8 +196,8 @@ def test_a_cuda_device_generates_what_the_cpu_generates(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_reads_nothing_back_from_a_cuda_device_but_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing, views, attention and sampling run with every synchronisation turned into an error; only the eager experts of
-    the test's own model, which are not part of the step path, may synchronise."""
+    """Packing, views, attention and sampling run with every synchronisation turned into an error; the model's own eager
+    experts, which do synchronise, are not part of that path."""
     attend = kvcache.paged_attention
 
     def strict_attention(*arguments: Any, **keywords: Any) -> Any:

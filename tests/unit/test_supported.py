@@ -22,6 +22,11 @@ def fp8(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def scaled(config: PretrainedConfig, rope_type: str) -> PretrainedConfig:
+    config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    return config
+
+
 UNSUPPORTED: dict[str, tuple[PretrainedConfig, str, str]] = {
     "linear attention": (
         Qwen3NextConfig(num_hidden_layers=4, num_experts=8),
@@ -31,6 +36,7 @@ UNSUPPORTED: dict[str, tuple[PretrainedConfig, str, str]] = {
     "sparse attention": (DeepseekV32Config(num_hidden_layers=4), "deepseek_v32", "deepseek_sparse_attention"),
     "dense": (LlamaConfig(num_hidden_layers=1), "llama", "no MoE block behind transformers' experts interface"),
     "encoder-decoder": (T5Config(), "t5", "encoder-decoder"),
+    "dynamic rope": (scaled(family_config("mixtral"), "dynamic"), "mixtral", r"\(dynamic\) depends on what shares the"),
     "fp8": (fp8(family_config("deepseek_v3")), "deepseek_v3", r"weights are quantised \(fp8\)"),
 }
 

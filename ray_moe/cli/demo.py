@@ -1,0 +1,151 @@
+"""demo: everything once, on this machine, in under a minute: a cluster, its HTTP API, its status, and a proof."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ray_moe.cli.connection import serve_app
+from ray_moe.cli.generate import embedded, one_generation, ranks_document
+from ray_moe.cli.head import free_ports
+from ray_moe.cli.lifecycle import status_document
+from ray_moe.cli.options import TINY_MOE, AsJson, cluster_config
+from ray_moe.cli.output import output
+from ray_moe.errors import NotServingError
+
+if TYPE_CHECKING:
+    import httpx
+
+_MESSAGES = [{"role": "user", "content": "Speak, what trade art thou?"}]
+_MAX_TOKENS = 48
+# Copies that routes are spread over: one expert in every layer, one in the first only.
+_REPLICAS = "*:3=2,0:7=3"
+_HTTP_S = 120.0
+
+
+def demo(
+    peers: Annotated[int, typer.Option("--peers", metavar="N", help="Expert actors.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the embedded model on this machine, chat with it over HTTP, and check its tokens against transformers."""
+    began = time.monotonic()
+    replicas = _REPLICAS if peers >= 3 else ""
+    config = cluster_config(None, model=TINY_MOE, name="demo", peers=peers, replicas=replicas)
+    model, port = Path(config.model), free_ports(1)[0]
+    with output(as_json) as out:
+        with embedded(config, out) as cluster:
+            from ray_moe.engine.sampling import SamplingParams
+            from ray_moe.observe.status import render_status
+            from ray_moe.text import load_tokenizer, render_chat
+
+            out.say("starting the HTTP API")
+            app = serve_app()
+            app.run(config.name, host="127.0.0.1", port=port, seconds=config.start_deadline_s)
+            try:
+                url = f"http://127.0.0.1:{port}"
+                out.say(f"POST {url}/v1/chat/completions {json.dumps(_MESSAGES)}")
+                asked = time.monotonic()
+                text = ""
+                for piece in _chat(url):
+                    text += piece
+                    out.text(piece)
+                seconds_chatting = time.monotonic() - asked
+                out.text("\n")
+
+                # The same conversation once more, as token ids: HTTP speaks text only.
+                tokenizer = load_tokenizer(model)
+                prompt_ids = render_chat(tokenizer, _MESSAGES)
+                greedy = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0)
+                made = asyncio.run(
+                    one_generation(cluster.directory(), prompt_ids, greedy, tokenizer, lambda piece: None)
+                )
+                found = cluster.status()
+                out.show(render_status(status_document(found)))
+            finally:
+                app.shutdown(config.name)
+        out.say("the same prompt with transformers alone (fp32, eager experts)")
+        expected = reference_tokens(model, prompt_ids, _MAX_TOKENS)
+        parity = made.token_ids == expected and made.text == text
+        tokens_per_s = len(made.token_ids) / seconds_chatting
+        out.show(
+            f"{len(made.token_ids)} tokens over HTTP, {tokens_per_s:.1f} tokens/s; "
+            + ("every one equals transformers'" if parity else f"transformers says {list(expected)}")
+        )
+        out.result(
+            {
+                "text": text,
+                "token_ids": list(made.token_ids),
+                "tokens": len(made.token_ids),
+                "finish_reason": made.finish_reason,
+                "peers": len(found.peers),
+                "generation": made.generation,
+                "tokens_per_s": round(tokens_per_s, 2),
+                "parity": parity,
+                "reference_token_ids": list(expected),
+                "ranks": ranks_document(found),
+                "replicas": replicas,
+                "http_url": url,
+                "model": TINY_MOE,
+                "seconds": round(time.monotonic() - began, 2),
+            }
+        )
+    if not parity:
+        raise typer.Exit(1)
+
+
+def _chat(url: str) -> Iterator[str]:
+    """The pieces of a streamed chat completion (server-sent events of OpenAI's API)."""
+    import httpx
+
+    body = {"model": TINY_MOE, "messages": _MESSAGES, "stream": True, "temperature": 0, "max_tokens": _MAX_TOKENS}
+    # A proxy of the environment knows nothing about this machine's own ports.
+    with (
+        httpx.Client(trust_env=False, timeout=_HTTP_S) as client,
+        client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        if response.status_code != httpx.codes.OK:
+            raise NotServingError(f"{url} answered {response.status_code}: {response.read().decode(errors='replace')}")
+        yield from _pieces(response)
+
+
+def _pieces(response: httpx.Response) -> Iterator[str]:
+    for line in response.iter_lines():
+        if not line.startswith("data: "):
+            continue
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        event: dict[str, Any] = json.loads(data)
+        if "error" in event:
+            raise NotServingError(f"the stream ended with an error: {event['error'].get('message')}")
+        for choice in event["choices"]:
+            yield choice["delta"].get("content") or ""
+    raise NotServingError("the stream ended without [DONE]")
+
+
+def reference_tokens(model: Path, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """Greedy tokens of transformers' own model in fp32 with its eager experts: one process, nothing of ours."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager")
+    ends = reference.generation_config.eos_token_id
+    end_ids = {ends} if isinstance(ends, int) else set(ends or ())
+    tokens: list[int] = []
+    cache = None
+    step_ids = torch.tensor([list(prompt_ids)])
+    with torch.inference_mode():
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] in end_ids):
+            answer = reference(step_ids, past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            tokens.append(int(answer.logits[0, -1].argmax()))
+            step_ids = torch.tensor([[tokens[-1]]])
+    return tuple(tokens)

@@ -1,0 +1,228 @@
+"""up, down, status: clusters that outlive the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ray_moe.cli import records
+from ray_moe.cli.connection import Target, attached, cpus_for, is_up, locate, running_ray, serve_app, target_at
+from ray_moe.cli.head import end_head, environment_of, free_ports, start_head
+from ray_moe.cli.options import (
+    Address,
+    AsJson,
+    ConfigFile,
+    Device,
+    Dtype,
+    Model,
+    Name,
+    Peers,
+    Replicas,
+    Revision,
+    SpareSlots,
+    TrustRemoteCode,
+    cluster_config,
+)
+from ray_moe.cli.output import Output, output
+from ray_moe.cli.records import Record
+from ray_moe.errors import ConfigError, NotServingError
+
+if TYPE_CHECKING:
+    from ray_moe.actors.reports import ClusterStatus
+    from ray_moe.manifest import ClusterConfig
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def up(
+    model: Model = None,
+    peers: Peers = None,
+    spare_slots: SpareSlots = None,
+    replicas: Replicas = None,
+    config: ConfigFile = None,
+    name: Name = None,
+    host: Annotated[str | None, typer.Option("--host", help="HTTP host (default: 127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="HTTP port (default: 8000); 0: a free one.")] = None,
+    http: Annotated[bool, typer.Option("--http/--no-http", help="Serve OpenAI's HTTP API.")] = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = None,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Ray's dashboard, if a local Ray is started.")] = False,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a cluster that keeps running when this command has ended.
+
+    On the Ray at --address, else on the one that runs on this machine, else on one that it starts here and `down` ends.
+    """
+    wanted = cluster_config(
+        config,
+        model=model,
+        peers=peers,
+        spare_slots=spare_slots,
+        replicas=replicas,
+        name=name,
+        host=host,
+        port=port,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    with output(as_json) as out:
+        with _ray_for(wanted, address, dashboard, out) as record:
+            document, started = _start(wanted, record, http, out)
+            records.save(started)
+        out.result(document)
+        at = f", {started.http_url}" if started.http_url is not None else ""
+        out.show(f"cluster {wanted.name} serves {wanted.model} on {wanted.peers} peers{at}")
+        out.say("for a program of your own: " + " ".join(f"{key}={value}" for key, value in _reach(started).items()))
+
+
+def down(name: Name = None, address: Address = None, as_json: AsJson = False) -> None:
+    """Stop a cluster, its HTTP endpoint, and the local Ray if `up` started that for it."""
+    chosen = name or "default"
+    with output(as_json) as out:
+        record = records.load(chosen)
+        target = locate(address, chosen)
+        stopped = _stop(target, chosen)
+        if not stopped and record is None:
+            raise NotServingError(f"no cluster named {chosen!r} runs on the Ray at {target.address}")
+        ended = _forget(record) if record is not None and record.address == target.address else False
+        out.result({"name": chosen, "address": target.address, "stopped": stopped, "ray_ended": ended})
+        news = f"cluster {chosen} {'is down' if stopped else 'was down already'}"
+        out.show(f"{news}, and so is its Ray" if ended else news)
+
+
+def status(name: Name = None, address: Address = None, as_json: AsJson = False) -> None:
+    """Show a cluster's peers, slots, generations and requests."""
+    from ray_moe.observe.status import render_status
+
+    chosen = name or "default"
+    with output(as_json) as out:
+        target = locate(address, chosen)
+        with attached(target):
+            from ray_moe.cluster import connect
+
+            document = status_document(connect(chosen).status())
+        record = records.load(chosen)
+        http_url = record.http_url if record is not None and record.address == target.address else None
+        out.result(document | {"address": target.address, "http_url": http_url})
+        if not as_json:
+            out.show(render_status(document))
+            if http_url is not None:
+                out.show(f"HTTP: {http_url}")
+
+
+def status_document(found: ClusterStatus) -> dict[str, Any]:
+    """What `status --json` prints and `render_status` draws; counts by layer are keyed by the layer's number."""
+    return asdict(found)
+
+
+# ---- up ----
+
+
+@contextmanager
+def _ray_for(config: ClusterConfig, address: str | None, dashboard: bool, out: Output) -> Iterator[Record]:
+    """A connection to the Ray that the cluster shall run on, as the cluster's record; a head that was started for it is
+    ended again when the block raises."""
+    known = records.load(config.name)
+    if known is not None and is_up(known):
+        raise ConfigError(
+            f"a cluster named {config.name!r} was started at {known.address}; `down` it or choose another name"
+        )
+    if known is not None:
+        _forget(known)  # its Ray died: what may be left of it goes first
+    target = running_ray() if address in (None, "auto") else target_at(str(address))
+    if target is not None:
+        shared = records.at(target.address) or Record(config.name, target.address, config.model)
+        with attached(target):
+            yield replace(shared, name=config.name, model=config.model, head=None, http_url=None)
+        return
+    out.say("starting Ray on this machine")
+    record = start_head(
+        config.name,
+        config.model,
+        num_cpus=cpus_for(config.peers, config.cpus_per_peer),
+        dashboard=dashboard,
+        seconds=config.start_deadline_s,
+    )
+    try:
+        with attached(Target(record.address, environment_of(record))):
+            yield record
+    except BaseException:
+        end_head(record, keep_log=True)
+        raise
+
+
+def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tuple[dict[str, Any], Record]:
+    from ray_moe import cluster as clusters
+
+    out.say(f"starting {config.peers} peers")
+    with out.loading() as draw:
+        cluster = clusters.start(config, on_progress=draw)
+    try:
+        url = _serve_http(config) if http else None
+        found = cluster.status()
+    except BaseException:
+        cluster.stop()
+        raise
+    started = replace(record, http_url=url)
+    document = {
+        "name": config.name,
+        "state": found.state,
+        "model": config.model,
+        "peers": len(found.peers),
+        "generation": found.generation,
+        "address": record.address,
+        "http_url": url,
+        "ray_pid": record.head.pid if record.head is not None else None,
+        "record": str(records.path_of(config.name)),
+        "environment": _reach(started),
+    }
+    return document, started
+
+
+def _serve_http(config: ClusterConfig) -> str:
+    app = serve_app()
+    port = config.port or free_ports(1)[0]
+    app.run(config.name, host=config.host, port=port, seconds=config.start_deadline_s)
+    host = _WILDCARDS.get(config.host, config.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _reach(record: Record) -> dict[str, str]:
+    """What a driver of one's own needs in its environment."""
+    return {"RAY_ADDRESS": record.address, **environment_of(record)}
+
+
+# ---- down ----
+
+
+def _stop(target: Target, name: str) -> bool:
+    """False when there was nothing to stop: neither the cluster nor, perhaps, its Ray."""
+    try:
+        with attached(target):
+            from ray_moe.cluster import connect
+
+            serve_app().shutdown(name)
+            connect(name).stop()
+    except NotServingError:
+        return False
+    return True
+
+
+def _forget(record: Record) -> bool:
+    """Remove the record; its head ends with the last cluster on it. Tells whether one ended."""
+    heir = next((other for other in records.every() if other.address == record.address and other != record), None)
+    if record.head is not None and heir is not None:
+        records.save(replace(heir, head=record.head))
+        records.remove(record.name)
+        return False
+    end_head(record)
+    return record.head is not None

@@ -1,0 +1,74 @@
+"""Options that several commands share, and what they make together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ray_moe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray_moe.manifest import ClusterConfig
+
+TINY_MOE = "tiny-moe"
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address", metavar="HOST:PORT", help="A running Ray cluster; auto: where `up` put this one, else a local Ray."
+    ),
+]
+Name = Annotated[str | None, typer.Option("--name", help="The cluster's name (default: default).")]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH|HUB_ID", help=f"The model; {TINY_MOE} is the one that ships with ray_moe."),
+]
+Revision = Annotated[str | None, typer.Option("--revision", help="Revision of a hub model.")]
+Peers = Annotated[int | None, typer.Option("--peers", metavar="N", help="Expert actors (default: 4).")]
+SpareSlots = Annotated[
+    int | None, typer.Option("--spare-slots", metavar="N", help="Free slots per peer and layer (default: 0).")
+]
+Replicas = Annotated[
+    str | None,
+    typer.Option("--replicas", metavar="LAYER:EXPERT=COUNT,...", help="Copies in all; LAYER * is every MoE layer."),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A cluster configuration (YAML); options go before it.")
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 (default), bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu (default) or cuda.")]
+TrustRemoteCode = Annotated[
+    bool | None, typer.Option("--trust-remote-code", help="Run modelling code that the model brings along.")
+]
+
+
+def cluster_config(file: Path | None, **options: Any) -> ClusterConfig:
+    """The configuration file, if any, with the options that were given over it. Raises `ConfigError`.
+
+    The model is resolved as far as this machine can: the embedded one by its name, a folder to its full path, since
+    actors run elsewhere.
+    """
+    from ray_moe.manifest import ClusterConfig, load_config
+
+    given = {key: value for key, value in options.items() if value is not None}
+    if file is None and "model" not in given:
+        raise ConfigError("model: required, but not given (--model, or a --config file that names it)")
+    config = load_config(file, given) if file is not None else ClusterConfig.parse(given)
+    return config.model_copy(update={"model": resolved_model(config.model)})
+
+
+def resolved_model(model: str) -> str:
+    """`ConfigError` for a path that leads to no model folder; a hub id is taken as it is."""
+    from ray_moe.models import tiny_moe_path
+
+    folder = tiny_moe_path() if model == TINY_MOE else Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        return str(folder.resolve())
+    if model.startswith(("/", "./", "../", "~")) or len(folder.parts) > 2 or folder.exists():
+        raise ConfigError(f"model {model!r} is not a folder")
+    return model
