@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ray_moe.cli.connection import serve_app
+from ray_moe.cli.connection import attached, locate, serve_app
 from ray_moe.cli.generate import embedded, one_generation, ranks_document
 from ray_moe.cli.head import free_ports
 from ray_moe.cli.lifecycle import status_document
-from ray_moe.cli.options import TINY_MOE, AsJson, cluster_config
+from ray_moe.cli.options import TINY_MOE, Address, AsJson, cluster_config
 from ray_moe.cli.output import output
 from ray_moe.errors import NotServingError
 
@@ -31,6 +31,7 @@ _HTTP_S = 120.0
 
 def demo(
     peers: Annotated[int, typer.Option("--peers", metavar="N", help="Expert actors.")] = 4,
+    address: Address = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve the embedded model on this machine, chat with it over HTTP, and check its tokens against transformers."""
@@ -39,7 +40,7 @@ def demo(
     config = cluster_config(None, model=TINY_MOE, name="demo", peers=peers, replicas=replicas)
     model, port = Path(config.model), free_ports(1)[0]
     with output(as_json) as out:
-        with embedded(config, out) as cluster:
+        with embedded(config, out, attached(locate(address, config.name)) if address else None) as cluster:
             from ray_moe.engine.sampling import SamplingParams
             from ray_moe.observe.status import render_status
             from ray_moe.text import load_tokenizer, render_chat

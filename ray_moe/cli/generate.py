@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -173,10 +173,10 @@ def ranks_document(found: ClusterStatus) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def embedded(config: ClusterConfig, out: Output) -> Iterator[Cluster]:
-    """A cluster in a Ray of this process alone; both are gone when the block ends."""
-    out.say(f"starting {config.peers} peers in a Ray of their own")
-    with local_ray(cpus_for(config.peers, config.cpus_per_peer)):
+def embedded(config: ClusterConfig, out: Output, ray: AbstractContextManager[None] | None = None) -> Iterator[Cluster]:
+    """A cluster that ends with the block: in a Ray of this process alone, or on the connection that is given."""
+    out.say(f"starting {config.peers} peers" + (" in a Ray of their own" if ray is None else ""))
+    with ray or local_ray(cpus_for(config.peers, config.cpus_per_peer)):
         from ray_moe import cluster as clusters
 
         with out.loading() as draw:

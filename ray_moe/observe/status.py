@@ -81,7 +81,7 @@ def slots_table(slots: Iterable[Mapping[str, Any]], lost: Iterable[int] = ()) ->
     held: dict[tuple[int, int], list[int]] = {}
     for slot in slots:
         held.setdefault((slot["layer"], slot["rank"]), []).append(slot["expert"])
-    table = _table("slots: logical experts by layer and rank (3x2: expert 3 has two copies)")
+    table = _table("slots (3x2: two copies of expert 3)")
     table.add_column("layer", justify="right")
     for rank in ranks:
         table.add_column(f"rank {rank}", style="red" if rank in lost else "")
@@ -106,7 +106,7 @@ def generations_table(generations: Iterable[Mapping[str, Any]]) -> Table:
             row["version"],
             _state(row["state"]),
             str(row["references"]),
-            ", ".join(row["holders"]),
+            ", ".join(sorted(row["holders"])),
             held,
         )
     return table

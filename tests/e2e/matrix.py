@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -155,50 +156,48 @@ class Lab:
     async def _run(self, cell: Cell, loads: Sequence[str]) -> list[Row]:
         reference = self.reference(cell.model)
         async with self.pool.serving(cell.config(reference.folder)) as controller:
-            directory = await controller.directory()
-            assert directory.facts.trunk_parameters == reference.trunk_parameters, "a trunk holds more than a trunk"
-            return [await self._run_load(cell, load, controller, Client(directory), reference) for load in loads]
+            client = Client(await controller.directory())
+            facts = client.directory.facts
+            assert facts.trunk_parameters == reference.trunk_parameters, "a trunk holds more than a trunk"
+            return [await self._run_load(cell, load, controller, client, reference) for load in loads]
 
     async def _run_load(
         self, cell: Cell, load: str, controller: ControllerActor, client: Client, reference: Reference
     ) -> Row:
-        prompts = prompts_of(cell.model)
-        before, preempted = await controller.status(), await self._preemptions(cell)
+        asked = requests_of(cell, load)
+        before, preempted = await settled(controller.status), await self._preemptions(cell)
         started = time.monotonic()
         if load == "alone":
-            asked = list(zip(prompts[: len(LENGTHS)], (turn % cell.peers for turn in range(len(LENGTHS))), strict=True))
             found = [await client.generate(prompt, GREEDY, peer=peer) for prompt, peer in asked]
         else:
-            dealt = [peer for peer, share in enumerate(DEALT[cell.peers]) for _ in range(share)]
-            asked = list(zip(prompts, dealt, strict=True))
             found = await asyncio.gather(*(client.generate(prompt, GREEDY, peer=peer) for prompt, peer in asked))
         seconds = time.monotonic() - started
-        after = await settled(controller.status)
+        after, preempted = await settled(controller.status), await self._preemptions(cell) - preempted
 
-        assert [len(generation.token_ids) for generation in found] == [TOKENS] * len(asked)
-        near = [
-            reference.near_ties(prompt, generation.token_ids)
-            for (prompt, _), generation in zip(asked, found, strict=True)
-        ]
-        rows_sent = [new.rows_sent - old.rows_sent for new, old in zip(after.peers, before.peers, strict=True)]
-        busy = {peer for _, peer in asked}
-        assert [peer for peer, sent in enumerate(rows_sent) if sent] == (sorted(busy) if cell.peers > 1 else [])
+        near = 0
+        for (prompt, _), generation in zip(asked, found, strict=True):
+            assert len(generation.token_ids) == TOKENS
+            near += reference.near_ties(prompt, generation.token_ids)
+        peers = list(zip(after.peers, before.peers, strict=True))
+        rows_local = tuple(new.rows_local - old.rows_local for new, old in peers)
+        rows_sent = tuple(new.rows_sent - old.rows_sent for new, old in peers)
+        busy = sorted({peer for _, peer in asked})
+        assert [peer for peer, sent in enumerate(rows_sent) if sent] == (busy if cell.peers > 1 else [])
+        if not preempted:  # every position but a generation's last goes through every layer once, by top-k routes
+            positions = sum(len(prompt) + TOKENS - 1 for prompt, _ in asked)
+            assert sum(rows_local + rows_sent) == positions * reference.routes_per_position
         return Row(
-            **{
-                name: getattr(cell, name) for name in ("model", "peers", "replicas", "transport", "runner", "kv_blocks")
-            },
+            **asdict(cell),
             load=load,
             requests=len(asked),
             tokens=len(asked) * TOKENS,
-            token_exact=not any(near),
-            near_ties=sum(near),
+            token_exact=near == 0,
+            near_ties=near,
             slots_per_layer=max(Counter(slot.layer for slot in after.slots).values()),
             most_slots_of_a_rank=max(Counter((slot.layer, slot.rank) for slot in after.slots).values()),
-            rows_local=tuple(
-                new.rows_local - old.rows_local for new, old in zip(after.peers, before.peers, strict=True)
-            ),
-            rows_sent=tuple(rows_sent),
-            preemptions=await self._preemptions(cell) - preempted,
+            rows_local=rows_local,
+            rows_sent=rows_sent,
+            preemptions=preempted,
             seconds=round(seconds, 2),
         )
 
@@ -206,6 +205,16 @@ class Lab:
         return sum(await asyncio.gather(*(peer.preemptions.remote() for peer in self.pool.peers[: cell.peers])))
 
 
+def requests_of(cell: Cell, load: str) -> list[tuple[tuple[int, ...], int]]:
+    """Prompts and the peer slots that they are given to."""
+    prompts = prompts_of(cell.model)
+    if load == "alone":
+        return [(prompt, turn % cell.peers) for turn, prompt in enumerate(prompts[: len(LENGTHS)])]
+    dealt = [peer for peer, share in enumerate(DEALT[cell.peers]) for _ in range(share)]
+    return list(zip(prompts, dealt, strict=True))
+
+
+@cache
 def prompts_of(model: str) -> tuple[tuple[int, ...], ...]:
     """Six prompts of 5, 40 and 300 tokens: random bytes for a random model, text for the trained one."""
     lengths = LENGTHS * 2

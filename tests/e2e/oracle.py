@@ -55,6 +55,11 @@ class Reference:
         routed = {id(parameter) for _, _, module in experts_modules(self.model) for parameter in module.parameters()}
         return sum(parameter.numel() for parameter in self.model.parameters() if id(parameter) not in routed)
 
+    @property
+    def routes_per_position(self) -> int:
+        """Top-k times MoE layers."""
+        return int(self.model.config.num_experts_per_tok) * len(experts_modules(self.model))
+
     @cached_property
     def _exact(self) -> PreTrainedModel:
         return self._load(torch.float64)

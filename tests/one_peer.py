@@ -1,0 +1,166 @@
+"""One peer's engine in this process, over a group of one: the product's own loop without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ray_moe.comm.gloo import GlooGroup
+from ray_moe.comm.rendezvous import RendezvousStore
+from ray_moe.comm.transports import Transport, transport_named
+from ray_moe.controlplane.solve import balanced, fills, place, pool_capacity
+from ray_moe.dataplane.handle import HandleABI, HandleHeader
+from ray_moe.dataplane.layer import LayerCounters
+from ray_moe.engine.generation import GenerationView, build_view
+from ray_moe.engine.kvcache import KVCache
+from ray_moe.engine.loop import EngineLoop
+from ray_moe.engine.records import Delivery, Refusal, StreamRecord
+from ray_moe.engine.scheduler import Scheduler
+from ray_moe.engine.trunk import Trunk, load_trunk
+from ray_moe.errors import RayMoEError
+from ray_moe.identity import CheckpointVersion, GlobalRank, PlacementVersion, ProcessGroupId
+from ray_moe.placement import Lease, PlacementSnapshot
+from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from ray_moe.weights.checkpoint import Checkpoint
+from ray_moe.weights.slots import SlotPool
+
+RANK = GlobalRank(0)
+GROUP = ProcessGroupSpec(ProcessGroupId("alone"), 0, (RANK,))
+
+
+@dataclass
+class Collector:
+    """An outlet that keeps what comes."""
+
+    records: list[StreamRecord] = field(default_factory=list)
+    refusals: dict[str, Exception] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+    delivered: threading.Condition = field(default_factory=threading.Condition)
+
+    def deliver(self, items: Sequence[Delivery]) -> None:
+        with self.delivered:
+            for item in items:
+                if isinstance(item, Refusal):
+                    self.refusals[item.request_id] = item.error
+                else:
+                    self.records.append(item)
+            self.delivered.notify_all()
+
+    def lease_returned(self, view: GenerationView) -> None:
+        self.returned.append(view.lease.generation)
+
+    def wake_peers(self) -> None:
+        """There are none."""
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for record in self.records if record.request_id == request_id for token in record.token_ids]
+
+    def reasons(self, request_id: str) -> list[str]:
+        own = (record for record in self.records if record.request_id == request_id)
+        return [record.finish_reason for record in own if record.finish_reason]
+
+    def until_ended(self, *request_ids: str, seconds: float = 60.0) -> None:
+        """Wait until each request has a finish reason or a refusal."""
+
+        def ended() -> bool:
+            return all(self.reasons(name) or name in self.refusals for name in request_ids)
+
+        with self.delivered:
+            assert self.delivered.wait_for(ended, timeout=seconds), f"{request_ids} did not end in {seconds} s"
+
+
+class OnePeer:
+    """Trunk, slots and loop of one peer for a checkpoint folder."""
+
+    def __init__(
+        self, folder: Path, *, device: str = "cpu", max_prefill_tokens: int = 128, num_blocks: int = 128
+    ) -> None:
+        self.checkpoint = Checkpoint(folder)
+        self.trunk: Trunk = load_trunk(folder, dtype=torch.float32, device=device, attn_implementation="ray_moe")
+        assignment = balanced(
+            dict.fromkeys(self.checkpoint.moe_layers, self.checkpoint.num_experts),
+            (RANK,),
+            replicas={},
+            spare_slots=0,
+        )
+        self._assignment, self._capacity = assignment, pool_capacity(assignment)
+        self.pool = SlotPool(
+            self.checkpoint.moe_layers, self._capacity, self.checkpoint.layout, dtype=torch.float32, device=device
+        )
+        self._store = RendezvousStore("127.0.0.1", 20)
+        group = GlooGroup(GROUP, RANK, self._store.address, 20)
+        self.transport: Transport = transport_named("all_to_all_v", group)
+        self.counters = {layer: LayerCounters() for layer in self.checkpoint.moe_layers}
+        self.outlet = Collector()
+        self._placed: PlacementSnapshot | None = None
+        self.loop = EngineLoop(
+            0,
+            self.trunk,
+            KVCache(num_blocks, 16, device),
+            Scheduler(
+                num_blocks=num_blocks,
+                block_size=16,
+                max_prefill_tokens=max_prefill_tokens,
+                max_decode_rows=32,
+                max_positions=self.trunk.max_positions,
+                vocab_size=self.trunk.vocab_size,
+                device=device,
+            ),
+            group,
+            self.view(1),
+            self.outlet,
+            audit_rate=1.0,
+        )
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.raised: BaseException | None = None
+
+    def view(self, generation: int) -> GenerationView:
+        """A view of the same slots under another generation."""
+        candidate = place(
+            self._assignment,
+            generation=generation,
+            version=PlacementVersion(f"v{generation}"),
+            release_id="alone-1",
+            checkpoint=CheckpointVersion(self.checkpoint.identity),
+            group=GROUP,
+            topology=Topology("t1", (Domain("node-0", (RANK,)),)),
+            prior=self._placed,
+            capacity=self._capacity,
+        )
+        digests = {
+            (item.layer, 0, item.pool_slot): self.pool.fill(
+                item.layer, item.pool_slot, self.checkpoint.expert(item.layer, item.expert.value)
+            )
+            for item in fills(candidate, self._placed)
+        }
+        self._placed = candidate.with_digests(digests)
+        lease = Lease(generation, "rank-0", generation, 0)
+        header = HandleHeader(
+            "alone-1", self.checkpoint.identity, f"v{generation}", generation, "alone", 0, self._placed.digest,
+            HandleABI(), generation, "rank-0",
+        )  # fmt: skip
+        return build_view(
+            lease, header, self._placed, RANK, self.trunk, self.pool, self.transport,
+            runner="grouped", policy="token_hash", counters=self.counters,
+        )  # fmt: skip
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.raised = error
+
+    def __enter__(self) -> OnePeer:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(RayMoEError):  # it has ended already
+            self.loop.stop()
+        self.thread.join(timeout=30)
+        assert not self.thread.is_alive(), "the loop did not stop"

@@ -1,0 +1,175 @@
+"""Real peers for tests: a few processes that stay up, joined in a fresh real group for every job.
+
+A job is a module-level function `work(group, *args)` that every peer runs; its results come back in peer-slot order.
+A peer that died on purpose is replaced before the next job. No wait is without a deadline, and no process outlives
+the tests: a peer ends when its pipe closes, whatever became of the parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+import torch
+
+from ray_moe.comm.gloo import join_gloo
+from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
+from ray_moe.deadline import Deadline
+from ray_moe.identity import GlobalRank, ProcessGroupId
+from ray_moe.topology import ProcessGroupSpec
+
+GROUP = ProcessGroupId("ep-group-0")
+# Longer than any healthy job takes on a busy machine, and longer than every group deadline.
+JOB_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class _Process:
+    process: BaseProcess
+    pipe: Connection
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One peer's part of a job, as it travels."""
+
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
+    spec: ProcessGroupSpec
+    store: StoreAddress
+    seconds: float
+
+
+class Job:
+    """Work that runs on peers right now."""
+
+    def __init__(self, peers: Peers, ranks: Sequence[int]) -> None:
+        self._peers, self._ranks = peers, tuple(ranks)
+        self._answers: dict[int, tuple[bool, Any]] = {}
+
+    def results(self, *ranks: int) -> list[Any]:
+        """What `work` returned on these ranks (all, in peer-slot order, when none is named); raises what it raised."""
+        wanted = ranks or self._ranks
+        deadline = Deadline(JOB_SECONDS)
+        while missing := {rank for rank in wanted if rank not in self._answers}:
+            pipes = {self._peers.process(rank).pipe: rank for rank in missing}
+            ready = wait(list(pipes), timeout=deadline.left)
+            if not ready:
+                self._peers.close()
+                raise TimeoutError(f"ranks {sorted(missing)} gave no result within {JOB_SECONDS:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                self._receive(pipes[pipe], pipe)
+        for rank in wanted:
+            succeeded, value = self._answers[rank]
+            if not succeeded:
+                value.add_note(f"on rank {rank}")
+                raise value
+        return [self._answers[rank][1] for rank in wanted]
+
+    def _receive(self, rank: int, pipe: Connection) -> None:
+        try:
+            self._answers[rank] = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            self._answers[rank] = (False, RuntimeError("the process died"))
+
+
+class Peers:
+    """Processes by global rank, started when a job first needs them, and the store that their groups meet in."""
+
+    def __init__(self) -> None:
+        self._store = RendezvousStore("127.0.0.1", JOB_SECONDS)
+        self._processes: dict[int, _Process] = {}
+        self._epochs = 0
+
+    def run(self, work: Callable[..., Any], *args: Any, ranks: Sequence[int], seconds: float = 60.0) -> list[Any]:
+        """`work(group, *args)` on every rank, in a new epoch with peers in the order of `ranks`."""
+        return self.start(work, *args, ranks=ranks, seconds=seconds).results()
+
+    def start(self, work: Callable[..., Any], *args: Any, ranks: Sequence[int], seconds: float = 60.0) -> Job:
+        """The same without waiting for the results. `seconds` is the group's own deadline."""
+        self._epochs += 1
+        spec = ProcessGroupSpec(GROUP, self._epochs, tuple(GlobalRank(rank) for rank in ranks))
+        order = pickle.dumps(_Order(work, args, spec, self._store.address, seconds))
+        processes = [self.process(rank) for rank in ranks]
+        for process in processes:
+            process.pipe.send_bytes(order)
+        return Job(self, ranks)
+
+    def process(self, rank: int) -> _Process:
+        """The living process of `rank`."""
+        held = self._processes.get(rank)
+        if held is None or not held.process.is_alive():
+            if held is not None:
+                held.pipe.close()
+            self._processes[rank] = held = _start(rank)
+        return held
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self._processes[rank].process.pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def close(self) -> None:
+        """Ends every process for certain, a stopped one too."""
+        for held in self._processes.values():
+            held.pipe.close()
+            held.process.kill()
+        for held in self._processes.values():
+            held.process.join(timeout=JOB_SECONDS)
+        self._processes.clear()
+
+
+@pytest.fixture(scope="session")
+def peers() -> Iterator[Peers]:
+    """One set of processes for all modules that import this fixture."""
+    return _shared_peers()
+
+
+@functools.cache
+def _shared_peers() -> Peers:
+    made = Peers()
+    atexit.register(made.close)
+    return made
+
+
+def _start(rank: int) -> _Process:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(rank, theirs), name=f"peer-{rank}", daemon=True)
+    process.start()
+    theirs.close()
+    return _Process(process, ours)
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    """One peer's life: take an order, join its group, work, answer."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            order = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(_answer(rank, order))
+
+
+def _answer(rank: int, pickled: bytes) -> bytes:
+    try:
+        order: _Order = pickle.loads(pickled)
+        group = join_gloo(order.spec, GlobalRank(rank), order.store, order.seconds)
+        try:
+            return pickle.dumps((True, order.work(group, *order.args)))
+        finally:
+            group.close()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test that asked for the work gets it
+        return pickle.dumps((False, error))

@@ -1,0 +1,207 @@
+"""The engine loop of one peer, whole: a real trunk, real slots, a group of one; no Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_moe.engine.loop import LOOP_TABLE, EngineLoop, LoopState
+from ray_moe.engine.sampling import SamplingParams
+from ray_moe.engine.scheduler import Request
+from ray_moe.errors import NotServingError, PeerLostError, RayMoEError, RequestError, StaleHandleError
+from tests.e2e.oracle import Reference
+from tests.one_peer import OnePeer
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = {f"p{length}": tuple(1 + (7 * i + length) % 250 for i in range(length)) for length in (5, 40, 300)}
+
+
+@pytest.fixture
+def peer(family_dir: Callable[..., Path]) -> OnePeer:
+    return OnePeer(family_dir("qwen3_moe"))
+
+
+def submit_all(peer: OnePeer, params: SamplingParams = GREEDY) -> None:
+    for name, prompt in PROMPTS.items():
+        peer.loop.submit(Request(name, prompt, params))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_one_peer_gives_the_tokens_of_transformers(family_dir: Callable[..., Path], family: str, device: str) -> None:
+    folder = family_dir(family)
+    reference = Reference(folder)
+    with OnePeer(folder, device=device) as peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    assert peer.raised is None
+    for name, prompt in PROMPTS.items():
+        assert reference.near_ties(prompt, tuple(peer.outlet.tokens(name))) == 0
+        assert peer.outlet.reasons(name) == ["length"]
+    assert all(counters.audited == counters.invocations > 0 for counters in peer.counters.values())
+    assert peer.loop.load.kv_blocks_used == 0
+
+
+def test_every_forward_can_be_replayed_without_changing_a_token(
+    peer: OnePeer, family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = EngineLoop.forward
+    differences: list[float] = []
+
+    def twice(loop: EngineLoop, batch: object) -> torch.Tensor:
+        first = once(loop, batch)  # type: ignore[arg-type]
+        second = once(loop, batch)  # type: ignore[arg-type]
+        differences.append(float((first - second).abs().max()) if first.numel() else 0.0)
+        return second
+
+    monkeypatch.setattr(EngineLoop, "forward", twice)
+    with peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    assert differences
+    assert max(differences) == 0.0
+    reference = Reference(family_dir("qwen3_moe"))
+    for name, prompt in PROMPTS.items():
+        assert tuple(peer.outlet.tokens(name)) == reference.greedy(prompt, GREEDY.max_tokens)
+
+
+def test_records_number_their_tokens_and_name_step_generation_and_epoch(peer: OnePeer) -> None:
+    with peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    for name in PROMPTS:
+        own = [record for record in peer.outlet.records if record.request_id == name]
+        assert [record.index for record in own] == list(range(GREEDY.max_tokens))
+        steps = [record.step for record in own]
+        assert steps == sorted(set(steps)), "one record per step"
+        assert {(record.generation, record.epoch) for record in own} == {(1, 0)}
+
+
+def test_a_staged_generation_takes_effect_at_a_boundary_and_the_old_lease_goes_back_once(peer: OnePeer) -> None:
+    with peer:
+        submit_all(peer, SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
+        second = peer.view(2)
+        peer.loop.stage(second)
+        peer.outlet.until_ended(*PROMPTS)
+        with pytest.raises(StaleHandleError, match="not newer"):
+            peer.loop.stage(second)
+    assert peer.outlet.returned == [1]
+    by_step: dict[int, set[int]] = {}
+    for record in peer.outlet.records:
+        by_step.setdefault(record.step, set()).add(record.generation)
+    assert all(len(generations) == 1 for generations in by_step.values()), "no step mixes two generations"
+    order = [next(iter(by_step[step])) for step in sorted(by_step)]
+    assert order == sorted(order)
+    assert order[-1] == 2
+
+
+def test_a_cancelled_request_ends_by_that_name_and_its_blocks_are_free(peer: OnePeer) -> None:
+    with peer:
+        peer.loop.submit(
+            Request("long", PROMPTS["p40"], SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True))
+        )
+        while not peer.outlet.tokens("long"):
+            time.sleep(0.005)
+        peer.loop.cancel("long")
+        peer.outlet.until_ended("long")
+        assert peer.outlet.reasons("long") == ["cancelled"]
+        peer.loop.submit(Request("next", PROMPTS["p5"], GREEDY))
+        peer.outlet.until_ended("next")
+    assert peer.loop.load.kv_blocks_used == 0
+    assert len(peer.outlet.tokens("long")) < 400
+
+
+def test_a_request_that_cannot_be_admitted_is_refused_and_the_others_go_on(peer: OnePeer) -> None:
+    with peer:
+        peer.loop.submit(Request("bad", (99_999,), GREEDY))
+        peer.loop.submit(Request("good", PROMPTS["p5"], GREEDY))
+        peer.outlet.until_ended("bad", "good")
+    assert isinstance(peer.outlet.refusals["bad"], RequestError)
+    assert "99999" in str(peer.outlet.refusals["bad"])
+    assert len(peer.outlet.tokens("good")) == GREEDY.max_tokens
+
+
+def test_an_error_inside_a_step_ends_every_request_by_name_and_refuses_later_ones(
+    peer: OnePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: EngineLoop, batch: object) -> torch.Tensor:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(EngineLoop, "forward", broken)
+    with peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+        peer.thread.join(timeout=20)
+        assert peer.loop.state is LoopState.FAILED
+        with pytest.raises(NotServingError, match="a bug"):
+            peer.loop.submit(Request("late", PROMPTS["p5"], GREEDY))
+    assert isinstance(peer.raised, ZeroDivisionError)
+    assert all("a bug" in str(peer.outlet.refusals[name]) for name in PROMPTS)
+
+
+def test_a_peer_that_others_saw_die_breaks_the_epoch_here_too(peer: OnePeer) -> None:
+    with peer:
+        submit_all(peer, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+        peer.loop.break_epoch("rank 7 died")
+        peer.outlet.until_ended(*PROMPTS)
+        peer.thread.join(timeout=20)
+    for name in PROMPTS:
+        error = peer.outlet.refusals[name]
+        assert isinstance(error, PeerLostError)
+        assert "rank 7 died" in str(error)
+        assert (error.rank, error.epoch, error.generation) == (0, 0, 1)
+
+
+def test_an_idle_loop_sleeps_and_a_request_wakes_it(peer: OnePeer) -> None:
+    with peer:
+        deadline = time.monotonic() + 20
+        while peer.loop.state is not LoopState.SLEEPING:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        steps = peer.loop.counters.steps_agreed
+        time.sleep(0.3)
+        assert peer.loop.counters.steps_agreed == steps
+        peer.loop.submit(Request("r", PROMPTS["p5"], GREEDY))
+        peer.outlet.until_ended("r")
+    assert peer.loop.state is LoopState.STOPPED
+
+
+def test_stopping_refuses_what_is_still_running(peer: OnePeer) -> None:
+    with peer:
+        submit_all(peer, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+        peer.loop.stop()
+        peer.outlet.until_ended(*PROMPTS)
+    assert all(isinstance(peer.outlet.refusals[name], NotServingError) for name in PROMPTS)
+
+
+@pytest.mark.parametrize("state", LoopState)
+@pytest.mark.parametrize("event", ["serve", "sleep", "wake", "stop", "fail"])
+def test_the_loop_takes_exactly_the_edges_of_its_table(
+    family_dir: Callable[..., Path], state: LoopState, event: str, shared_loop: EngineLoop
+) -> None:
+    shared_loop.state = state
+    expected = LOOP_TABLE[state].get(event)
+    if expected is None:
+        with pytest.raises(RayMoEError, match=f"{event!r} is illegal in state {state.value}"):
+            shared_loop._advance(event)
+        assert shared_loop.state is state
+    else:
+        shared_loop._advance(event)
+        assert shared_loop.state is expected
+
+
+@pytest.fixture(scope="module")
+def shared_loop(family_dir: Callable[..., Path]) -> EngineLoop:
+    return OnePeer(family_dir("qwen3_moe")).loop
