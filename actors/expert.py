@@ -21,7 +21,9 @@ from ray.actor import ActorHandle
 from ray_moe.actors.mailbox import POLL_WAIT_S, Outlet, PostOffice
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.gloo import GlooGroup
+from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.rendezvous import StoreAddress
+from ray_moe.comm.solo import SoloGroup
 from ray_moe.comm.transports import Transport, transport_named
 from ray_moe.controlplane.solve import Fill
 from ray_moe.dataplane.layer import LayerCounters
@@ -152,7 +154,9 @@ class ExpertActor:
     async def join(self, spec: ProcessGroupSpec, store: StoreAddress) -> None:
         """Take this peer's seat in an epoch; returns when all members have joined. Raises `CollectiveError`."""
 
-        def connect() -> GlooGroup:
+        def connect() -> ExpertGroup:
+            if len(spec) == 1:
+                return SoloGroup(spec, self._rank)
             return GlooGroup(spec, self._rank, store, self._config.step_deadline_s)
 
         group = await self._beside(connect)

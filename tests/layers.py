@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_moe.comm.transports import Transport
@@ -193,3 +194,34 @@ def random_routes(seed: int, tokens: int, top_k: int, experts: int, *, dtype: to
     ids_TK = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
     gates_TK = torch.rand(tokens, top_k, generator=generator).to(dtype)
     return Routes(ids_TK, gates_TK)
+
+
+@dataclass(frozen=True)
+class World:
+    """A placement and what each peer (in peer-slot order) has to route."""
+
+    snapshot: PlacementSnapshot
+    routes_P: tuple[Routes, ...]
+
+    @property
+    def slots_P(self) -> tuple[SlotMap, ...]:
+        return tuple(slot_map(self.snapshot, rank.value) for rank in self.snapshot.group.peers)
+
+    def peer_of(self, position: int) -> int:
+        """The peer slot that owns the slot at a manifest position."""
+        return self.snapshot.group.peer_slot(self.snapshot.layers[0].slots[position].destination_rank)
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, max_tokens: int = 6) -> World:
+    """One to four peers in any order over one or two nodes, up to three replicas an expert, manifests in any order."""
+    ranks = draw(st.permutations(range(draw(st.integers(1, 4)))))
+    experts = draw(st.integers(1, 5))
+    copies = [expert for expert in range(experts) for _ in range(draw(st.integers(1, 3)))]
+    homes = draw(st.permutations([(expert, draw(st.sampled_from(ranks))) for expert in copies]))
+    domains = {rank: draw(st.sampled_from(("node-0", "node-1"))) for rank in ranks}
+    top_k = draw(st.integers(1, min(3, experts)))
+    routes = tuple(
+        random_routes(draw(st.integers(0, 9999)), draw(st.integers(0, max_tokens)), top_k, experts) for _ in ranks
+    )
+    return World(placement(homes, spec_of(ranks), domains=domains), routes)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ray_moe.comm.gloo import GlooGroup
-from ray_moe.comm.rendezvous import RendezvousStore
+from ray_moe.comm.solo import SoloGroup
 from ray_moe.comm.transports import Transport, transport_named
 from ray_moe.controlplane.solve import balanced, fills, place, pool_capacity
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
@@ -92,8 +91,7 @@ class OnePeer:
         self.pool = SlotPool(
             self.checkpoint.moe_layers, self._capacity, self.checkpoint.layout, dtype=torch.float32, device=device
         )
-        self._store = RendezvousStore("127.0.0.1", 20)
-        group = GlooGroup(GROUP, RANK, self._store.address, 20)
+        group = SoloGroup(GROUP, RANK)
         self.transport: Transport = transport_named("all_to_all_v", group)
         self.counters = {layer: LayerCounters() for layer in self.checkpoint.moe_layers}
         self.outlet = Collector()

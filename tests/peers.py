@@ -53,23 +53,22 @@ class _Order:
 class Job:
     """Work that runs on peers right now."""
 
-    def __init__(self, peers: Peers, ranks: Sequence[int]) -> None:
-        self._peers, self._ranks = peers, tuple(ranks)
+    def __init__(self, peers: Peers, pipes: dict[int, Connection]) -> None:
+        self._peers, self._pipes = peers, pipes
         self._answers: dict[int, tuple[bool, Any]] = {}
 
     def results(self, *ranks: int) -> list[Any]:
         """What `work` returned on these ranks (all, in peer-slot order, when none is named); raises what it raised."""
-        wanted = ranks or self._ranks
+        wanted = ranks or tuple(self._pipes)
         deadline = Deadline(JOB_SECONDS)
         while missing := {rank for rank in wanted if rank not in self._answers}:
-            pipes = {self._peers.process(rank).pipe: rank for rank in missing}
-            ready = wait(list(pipes), timeout=deadline.left)
+            ready = wait([self._pipes[rank] for rank in missing], timeout=deadline.left)
             if not ready:
                 self._peers.close()
                 raise TimeoutError(f"ranks {sorted(missing)} gave no result within {JOB_SECONDS:g} s")
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                self._receive(pipes[pipe], pipe)
+            for rank in missing:
+                if self._pipes[rank] in ready:
+                    self._answers[rank] = _received(self._pipes[rank])
         for rank in wanted:
             succeeded, value = self._answers[rank]
             if not succeeded:
@@ -77,11 +76,6 @@ class Job:
                 raise value
         return [self._answers[rank][1] for rank in wanted]
 
-    def _receive(self, rank: int, pipe: Connection) -> None:
-        try:
-            self._answers[rank] = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            self._answers[rank] = (False, RuntimeError("the process died"))
 
 
 class Peers:
@@ -101,13 +95,12 @@ class Peers:
         self._epochs += 1
         spec = ProcessGroupSpec(GROUP, self._epochs, tuple(GlobalRank(rank) for rank in ranks))
         order = pickle.dumps(_Order(work, args, spec, self._store.address, seconds))
-        processes = [self.process(rank) for rank in ranks]
-        for process in processes:
-            process.pipe.send_bytes(order)
-        return Job(self, ranks)
+        pipes = {rank: self._living(rank).pipe for rank in ranks}
+        for pipe in pipes.values():
+            pipe.send_bytes(order)
+        return Job(self, pipes)
 
-    def process(self, rank: int) -> _Process:
-        """The living process of `rank`."""
+    def _living(self, rank: int) -> _Process:
         held = self._processes.get(rank)
         if held is None or not held.process.is_alive():
             if held is not None:
@@ -141,6 +134,13 @@ def _shared_peers() -> Peers:
     made = Peers()
     atexit.register(made.close)
     return made
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, RuntimeError("the process died")
 
 
 def _start(rank: int) -> _Process:

@@ -63,7 +63,7 @@ def start_head(name: str, model: str, *, num_cpus: int, dashboard: bool, seconds
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    head = Head(process.pid, psutil.Process(process.pid).create_time())
+    head = Head(process.pid, psutil.Process(process.pid).create_time(), str(log))
     token = str(token_file) if token_file is not None else None
     record = Record(name, f"127.0.0.1:{port}", model, loopback=True, token_file=token, head=head)
     try:
@@ -85,10 +85,9 @@ def end_head(record: Record, *, keep_log: bool = False) -> None:
     Raises `RayMoEError` when processes outlive even SIGKILL; the record is then kept.
     """
     if record.head is not None:
-        if _is_there(record.head):
-            # `ray start --block` ends its children itself when it is asked to.
-            _signal([psutil.Process(record.head.pid)], signal.SIGTERM)
-            _wait_until_gone(record.head, Deadline(_TERMINATE_S))
+        # `ray start --block` ends its children itself when it is asked to.
+        _signal([member for member in session_of(record.head) if member.pid == record.head.pid], signal.SIGTERM)
+        _wait_until_gone(record.head, Deadline(_TERMINATE_S))
         _signal(session_of(record.head), signal.SIGKILL)
         _wait_until_gone(record.head, Deadline(_KILL_S))
         if left := session_of(record.head):
@@ -96,15 +95,15 @@ def end_head(record: Record, *, keep_log: bool = False) -> None:
         if record.token_file is not None:
             Path(record.token_file).unlink(missing_ok=True)
         if not keep_log:
-            (records.home() / f"{record.name}.log").unlink(missing_ok=True)
+            Path(record.head.log).unlink(missing_ok=True)
     records.remove(record.name)
 
 
 def session_of(head: Head) -> list[psutil.Process]:
     """The living processes of the head's session. Linux reuses no pid while a session bears it."""
-    if psutil.pid_exists(head.pid) and not _is_there(head):
+    if _is_another(head):
         return []
-    return [process for process in psutil.process_iter(["status"]) if _is_member(process, head.pid)]
+    return [process for process in psutil.process_iter() if _is_member(process, head.pid)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -156,10 +155,10 @@ def _has_raylet(leader: int) -> bool:
         return False
 
 
-def _is_there(head: Head) -> bool:
+def _is_another(head: Head) -> bool:
+    """Whether the head's pid belongs to a later process."""
     try:
-        process = psutil.Process(head.pid)
-        return process.create_time() == head.created and process.status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(head.pid).create_time() != head.created)
     except psutil.NoSuchProcess:
         return False
 

@@ -26,6 +26,7 @@ class Head:
 
     pid: int
     created: float
+    log: str
 
 
 @dataclass(frozen=True)

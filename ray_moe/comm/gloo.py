@@ -97,6 +97,13 @@ class GlooGroup:
         return ticket
 
     def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
+        if sum(send_counts_P) != rows_ND.shape[0]:
+            raise CollectiveError(
+                f"all-to-all-v of {rows_ND.shape[0]} rows: the send counts {list(send_counts_P)} sum to "
+                f"{sum(send_counts_P)}",
+                self._rank,
+                self.spec.epoch,
+            )
         out = rows_ND.new_empty(sum(recv_counts_P), rows_ND.shape[1])
         row_bytes = rows_ND.shape[1] * rows_ND.element_size()
         work = self._submit(self._open(self._payload), out, rows_ND, list(recv_counts_P), list(send_counts_P))
@@ -136,7 +143,8 @@ class GlooGroup:
         self, group: dist.ProcessGroup, out: Tensor, rows: Tensor, recv: list[int], send: list[int]
     ) -> dist.Work:
         try:
-            return group.all_to_all_single(out, rows, recv, send)
+            # Not all_to_all_single: torch 2.11 has it under this name only.
+            return group.alltoall_base(out, rows, recv, send, dist.AllToAllOptions())
         except RuntimeError as error:
             raise CollectiveError(f"submitting a collective: {error}", self._rank, self.spec.epoch) from error
 

@@ -264,5 +264,5 @@ def expert_order(recv_counts_PS: Sequence[Sequence[int]], device: torch.device) 
     rows = [counts[block] for block in blocks]
     # Rows of equal (slot, source) move as one block: by where it arrived less where it goes.
     shifts = [arrived_at[block] - goes_to for block, goes_to in zip(blocks, accumulate(rows, initial=0), strict=False)]
-    shift_R = torch.tensor(shifts).repeat_interleave(torch.tensor(rows))
+    shift_R = torch.tensor(shifts, dtype=torch.int64).repeat_interleave(torch.tensor(rows, dtype=torch.int64))
     return (shift_R + torch.arange(shift_R.numel())).to(device)

@@ -1,4 +1,4 @@
-"""Groups of real processes: every collective, several epochs at once, and what a lost or stopped peer does to the rest."""
+"""Groups of real processes: every collective, epochs side by side, what a lost or a stopped peer does to the rest."""
 
 from __future__ import annotations
 
@@ -289,17 +289,18 @@ def test_one_peer_refuses_splits_that_do_not_fit_its_rows(sent: list[int], recei
         SoloGroup(ONE_PEER, GlobalRank(0)).all_to_all_v(torch.ones(4, 1), sent, received)
 
 
-def splits_that_do_not_fit(group: ExpertGroup) -> list[str]:
-    refusals = []
-    for sent in ([1, 1], [3, 0]):
-        with pytest.raises(CollectiveError, match="submitting a collective") as refused:
-            group.all_to_all_v(torch.ones(4, 1), sent, [2, 2])
-        refusals.append(type(refused.value).__name__)
-    return refusals
+def splits_that_do_not_fit(group: ExpertGroup) -> tuple[list[str], list[list[float]]]:
+    rows, refusals = torch.full((4, 1), float(group.peer_slot)), []
+    for sent in ([1, 1], [3, 2]):
+        with pytest.raises(CollectiveError) as refused:
+            group.all_to_all_v(rows, sent, [2, 2])
+        refusals.append(refused.value.detail)
+    return refusals, group.all_to_all_v(rows, [2, 2], [2, 2]).tolist()
 
 
 def test_splits_that_do_not_fit_the_rows_are_refused_before_anything_is_sent(peers: Peers) -> None:
-    assert peers.run(splits_that_do_not_fit, ranks=(0, 1)) == [["CollectiveError"] * 2] * 2
+    refusals = [f"all-to-all-v of 4 rows: the send counts {sent} sum to {sum(sent)}" for sent in ([1, 1], [3, 2])]
+    assert peers.run(splits_that_do_not_fit, ranks=(0, 1)) == [(refusals, [[0.0], [0.0], [1.0], [1.0]])] * 2
 
 
 def test_a_group_of_several_is_no_solo_group() -> None:
