@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from ray_moe.routes import Routes
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
 
 CPU = torch.device("cpu")
+# For property tests: a busy machine makes no example fail.
+untimed = settings(max_examples=60, deadline=None)
 CHECKPOINT = CheckpointVersion("checkpoint-1")
 ONE_PEER = ProcessGroupSpec(ProcessGroupId("ep-group-0"), 0, (GlobalRank(0),))
 

@@ -77,7 +77,6 @@ class Job:
         return [self._answers[rank][1] for rank in wanted]
 
 
-
 class Peers:
     """Processes by global rank, started when a job first needs them, and the store that their groups meet in."""
 

@@ -70,7 +70,7 @@ def _peer(rank: int, store: StoreAddress, rows: Queue[list[Row]]) -> None:
 
 
 def _forward(layer: ExpertLayer, hidden: torch.Tensor, routes: Routes, call: int) -> None:
-    layer.forward(hidden, routes, Invocation(call, "decode"))
+    layer.forward(hidden, routes, Invocation(call, "bare"))
 
 
 def _timed(what: str, transport: str, tokens: int, call: Callable[[int], object]) -> Row:

@@ -1,8 +1,7 @@
 """Replica choice: which copy of an already chosen expert runs a route (specification 0x08H).
 
-A policy is an object with one method, asked only where some expert has several replicas. It may look at counts,
-domains and queues; it can never change the expert, and `plan_assignment` checks that it did not. Letters: N routes,
-E experts, S slots, P peers.
+A policy is asked only where some expert has several replicas. It may look at counts, domains and queues; it can never
+change the expert, and `plan_assignment` checks that it did not. Letters: N routes, E experts, S slots, P peers.
 """
 
 from __future__ import annotations
@@ -27,8 +26,19 @@ class ReplicaPolicy(Protocol):
         """Manifest positions [N] int64 in semantic order, each inside its route's replica set."""
         ...
 
+    def observe(self, rows_P: Sequence[int]) -> None:
+        """Rows that each peer slot planned for the step that begins, as the step agreement gave them."""
+        ...
 
-class TokenHash:
+
+class _Indifferent:
+    """A policy whose choice does not depend on what other peers do."""
+
+    def observe(self, rows_P: Sequence[int]) -> None:
+        """Nothing to learn from it."""
+
+
+class TokenHash(_Indifferent):
     """A fixed hash of (origin, token, route slot, expert): stateless, replayable, evenly spread. The default."""
 
     name = "token_hash"
@@ -38,7 +48,7 @@ class TokenHash:
         return slots.replica_values_S[base_N + _hash(ids_N, slots.my_peer) % replicas_N]
 
 
-class LocalityFirst:
+class LocalityFirst(_Indifferent):
     """A replica on this peer, else in this peer's domain, else anywhere; ties by token hash."""
 
     name = "locality_first"
@@ -51,7 +61,7 @@ class LocalityFirst:
         return candidates.cheapest(distance_S[candidates.position_C] * (slots.num_slots + 1) + spread)
 
 
-class RoundRobin:
+class RoundRobin(_Indifferent):
     """The j-th route to an expert takes replica j, starting at this peer's own offset."""
 
     name = "round_robin"
@@ -62,7 +72,7 @@ class RoundRobin:
         return slots.replica_values_S[base_N + turn_N % replicas_N]
 
 
-class LeastLoad:
+class LeastLoad(_Indifferent):
     """Fills each expert's least loaded replicas first, counting the rows this unit must send to each peer anyway.
 
     Experts are filled independently: rows of one replicated expert do not weigh on another's choice, only rows without

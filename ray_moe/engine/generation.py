@@ -15,7 +15,7 @@ from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
 from ray_moe.dataplane.plan import SlotMap
-from ray_moe.dataplane.policies import policy_named
+from ray_moe.dataplane.policies import ReplicaPolicy, policy_named
 from ray_moe.dataplane.runners import LayerWeights, runner_named
 from ray_moe.engine.trunk import Trunk
 from ray_moe.errors import StaleHandleError
@@ -26,11 +26,12 @@ from ray_moe.weights.slots import SlotPool
 
 @dataclass(frozen=True)
 class GenerationView:
-    """What a step runs under. `layers` by the model's layer index, in execution order."""
+    """What a step runs under. `layers` by the model's layer index, in execution order; they share `policy`."""
 
     lease: Lease
     header: HandleHeader
     layers: Mapping[int, ExpertLayer]
+    policy: ReplicaPolicy
 
 
 def build_view(
@@ -62,6 +63,7 @@ def build_view(
             f"{snapshot.group.process_group_id}, this peer runs epoch {group.epoch} of {group.process_group_id}"
         )
     layers: dict[int, ExpertLayer] = {}
+    replica_policy = policy_named(policy)
     for placement in snapshot.layers:
         for slot in placement.slots_of(rank):
             resident = pool.digest(placement.layer, slot.pool_slot)
@@ -85,7 +87,7 @@ def build_view(
             ),
             transport=transport,
             runner=runner_named(runner),
-            policy=policy_named(policy),
+            policy=replica_policy,
             counters=counters[placement.layer],
         )
-    return GenerationView(lease=lease, header=header, layers=layers)
+    return GenerationView(lease=lease, header=header, layers=layers, policy=replica_policy)

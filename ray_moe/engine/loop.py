@@ -194,6 +194,7 @@ class EngineLoop:
         """The agreed units in order; without rows of our own we join each layer with zero tokens."""
         audit = self._audit_every > 0 and agreed.step % self._audit_every == 0
         emissions: list[Emission] = []
+        self.view.policy.observe(agreed.rows_P)
         for kind, runs, unit in (("prefill", agreed.prefill, plan.prefill), ("decode", agreed.decode, plan.decode)):
             if not runs:
                 continue

@@ -106,7 +106,11 @@ class Backends:
     async def check(self) -> Backend:
         """The backend, after the cluster has said that it serves; raises as `current`."""
         backend = await self.current()
-        await wait_for(asyncio.to_thread(self._door.knock), _LOOK_UP_S, "asking the cluster")
+        try:
+            await wait_for(asyncio.to_thread(self._door.knock), _LOOK_UP_S, "asking the cluster")
+        except (PeerLostError, NotServingError):
+            self.failed(backend)
+            raise
         return backend
 
     async def _look_up(self) -> Backend:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ray_moe.comm.agreement import Agreement, StepRecord, agree
 from ray_moe.errors import AgreementError
+from tests.layers import untimed
 
 RECORD = StepRecord(
     release64=11,
@@ -48,6 +49,7 @@ def records(draw: st.DrawFn) -> list[StepRecord]:
     ]
 
 
+@untimed
 @given(records())
 def test_an_agreement_is_what_the_peers_offered(offered: list[StepRecord]) -> None:
     agreed = agree(offered)
@@ -63,12 +65,14 @@ def test_an_agreement_is_what_the_peers_offered(offered: list[StepRecord]) -> No
     )
 
 
+@untimed
 @given(records(), st.data())
 def test_only_the_rows_depend_on_who_sits_where(offered: list[StepRecord], data: st.DataObject) -> None:
     turned = data.draw(st.permutations(offered))
     assert dataclasses.replace(agree(turned), rows_P=()) == dataclasses.replace(agree(offered), rows_P=())
 
 
+@untimed
 @given(records(), st.data())
 def test_one_peer_that_does_not_want_to_stop_keeps_all_going(offered: list[StepRecord], data: st.DataObject) -> None:
     willing = [dataclasses.replace(record, stop=1) for record in offered]
@@ -108,6 +112,7 @@ def test_a_record_that_contradicts_itself_is_refused(field: str, value: int, rea
         agree([RECORD, dataclasses.replace(RECORD, **{field: value})])
 
 
+@untimed
 @given(records())
 def test_records_travel_as_one_integer_line_each(offered: list[StepRecord]) -> None:
     lines = torch.stack([record.to_tensor() for record in offered])

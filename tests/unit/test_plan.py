@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_moe.dataplane.plan import (
@@ -36,7 +36,7 @@ from ray_moe.kernels.reference import inverse_of
 from ray_moe.placement import ShardCoordinate
 from ray_moe.routes import Routes
 from ray_moe.topology import Domain, Topology
-from tests.layers import CPU, ONE_PEER, World, placement, random_routes, slot_map, spec_of, worlds
+from tests.layers import CPU, ONE_PEER, World, placement, random_routes, slot_map, spec_of, untimed, worlds
 
 POLICIES = ("token_hash", "locality_first", "least_load", "round_robin", "queue_aware")
 POLICY = st.sampled_from(POLICIES)
@@ -61,6 +61,7 @@ def layouts_of(world: World, plans: list[Plan]) -> list[Layout]:
 # -- One origin
 
 
+@untimed
 @given(worlds(), POLICY)
 def test_every_route_gets_exactly_one_slot_inside_its_replica_set(world: World, policy: str) -> None:
     layer = world.snapshot.layers[0]
@@ -70,6 +71,7 @@ def test_every_route_gets_exactly_one_slot_inside_its_replica_set(world: World, 
             assert position in layer.replicas(LogicalExpertId(expert))
 
 
+@untimed
 @given(worlds(), POLICY)
 def test_send_order_is_stable_by_destination_slot_and_semantic_position(world: World, policy: str) -> None:
     for slots, plan in zip(world.slots_P, plans_of(world, policy), strict=True):
@@ -81,6 +83,7 @@ def test_send_order_is_stable_by_destination_slot_and_semantic_position(world: W
         assert plan.counts_S.tolist() == [positions.count(slot) for slot in in_dispatch_order]
 
 
+@untimed
 @given(worlds())
 def test_the_compiled_map_says_what_the_manifest_says(world: World) -> None:
     layer = world.snapshot.layers[0]
@@ -171,6 +174,7 @@ def test_a_policy_that_changes_an_expert_is_refused() -> None:
 # -- All origins
 
 
+@untimed
 @given(worlds(), POLICY)
 def test_every_route_arrives_once_in_a_segment_of_its_own_expert(world: World, policy: str) -> None:
     plans = plans_of(world, policy)
@@ -200,6 +204,7 @@ def test_every_route_arrives_once_in_a_segment_of_its_own_expert(world: World, p
     assert seen == dict.fromkeys(everything, 1)
 
 
+@untimed
 @given(worlds(), POLICY)
 def test_splits_are_one_matrix_read_by_row_and_by_column(world: World, policy: str) -> None:
     plans = plans_of(world, policy)
@@ -218,6 +223,7 @@ def test_splits_are_one_matrix_read_by_row_and_by_column(world: World, policy: s
         assert layout.expert_offsets_S1[-1] == sum(layout.recv_counts_P)
 
 
+@untimed
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 5)).flatmap(
         lambda size: st.lists(
@@ -255,7 +261,7 @@ def refused_by_all(lines: torch.Tensor, message: str) -> None:
             agree_layout(lines, slot_map(SNAPSHOT, rank))
 
 
-@settings(max_examples=40)
+@untimed
 @given(st.integers(0, 1), st.integers(0, 6), st.sampled_from([-1, 1, 17]))
 def test_any_number_that_changes_in_any_line_is_refused_by_every_peer(peer: int, column: int, change: int) -> None:
     lines = records()

@@ -15,7 +15,7 @@ from ray_moe.dataplane.policies import LeastLoad, LocalityFirst, QueueAware, Rou
 from ray_moe.errors import ConfigError
 from ray_moe.identity import LogicalExpertId
 from ray_moe.routes import Routes
-from tests.layers import World, placement, slot_map, spec_of, worlds
+from tests.layers import World, placement, slot_map, spec_of, untimed, worlds
 
 POLICIES = ("token_hash", "locality_first", "least_load", "round_robin", "queue_aware")
 
@@ -30,6 +30,7 @@ def all_to(expert: int, routes: int) -> Routes:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@untimed
 @given(world=worlds())
 def test_every_choice_is_inside_the_replica_set_and_the_same_again(name: str, world: World) -> None:
     for peer, slots in enumerate(world.slots_P):
@@ -40,6 +41,7 @@ def test_every_choice_is_inside_the_replica_set_and_the_same_again(name: str, wo
         assert torch.equal(policy_named(name).choose(world.routes_P[peer], slots), chosen)
 
 
+@untimed
 @given(worlds(max_tokens=10))
 def test_locality_first_takes_its_own_peer_then_its_own_domain(world: World) -> None:
     layer = world.snapshot.layers[0]
@@ -89,6 +91,7 @@ def greedy(world: World, peer: int, queued: list[int]) -> list[int]:
     return chosen
 
 
+@untimed
 @given(worlds(max_tokens=12))
 def test_least_load_is_the_scalar_greedy_choice(world: World) -> None:
     for peer, slots in enumerate(world.slots_P):
@@ -96,6 +99,7 @@ def test_least_load_is_the_scalar_greedy_choice(world: World) -> None:
         assert LeastLoad().choose(world.routes_P[peer], slots).tolist() == expected
 
 
+@untimed
 @given(worlds(max_tokens=12), st.data())
 def test_queue_aware_is_least_load_on_top_of_what_peers_announced(world: World, data: st.DataObject) -> None:
     for peer, slots in enumerate(world.slots_P):

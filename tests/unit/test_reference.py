@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_moe.kernels.reference import exclusive_sum, inverse_of, permute, stable_order, unpermute, weighted_combine
+from tests.layers import untimed
 
 keys = st.lists(st.integers(0, 4), max_size=40)
 
@@ -26,6 +27,7 @@ def test_the_worked_examples_hold() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@untimed
 @given(counts=keys)
 def test_offsets_are_running_sums_with_a_sentinel_in_the_counts_own_dtype(
     dtype: torch.dtype, counts: list[int]
@@ -35,6 +37,7 @@ def test_offsets_are_running_sums_with_a_sentinel_in_the_counts_own_dtype(
     assert offsets.tolist() == [sum(counts[:end]) for end in range(len(counts) + 1)]
 
 
+@untimed
 @given(keys)
 def test_the_order_is_pythons_stable_sort_and_the_counts_are_a_histogram(values: list[int]) -> None:
     order, counts = stable_order(torch.tensor(values, dtype=torch.int64), 5)
@@ -42,6 +45,7 @@ def test_the_order_is_pythons_stable_sort_and_the_counts_are_a_histogram(values:
     assert counts.tolist() == [values.count(key) for key in range(5)]
 
 
+@untimed
 @given(st.integers(0, 40).flatmap(lambda size: st.permutations(range(size))), st.integers(1, 3))
 def test_permuting_and_unpermuting_undo_one_another(order: list[int], width: int) -> None:
     by = torch.tensor(order, dtype=torch.int64)
