@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -189,6 +189,11 @@ def layer_on(
         policy,
         LayerCounters(),
     )
+
+
+def named(where: object) -> Callable[[str], str]:
+    """For `assert_close`: its own message, and where."""
+    return lambda text: f"{where}: {text}"
 
 
 def random_routes(seed: int, tokens: int, top_k: int, experts: int, *, dtype: torch.dtype = torch.float32) -> Routes:

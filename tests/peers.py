@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 import torch
 
-from ray_moe.comm.gloo import join_gloo
+from ray_moe.comm.gloo import GlooGroup
+from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
+from ray_moe.comm.solo import SoloGroup
 from ray_moe.deadline import Deadline
 from ray_moe.identity import GlobalRank, ProcessGroupId
 from ray_moe.topology import ProcessGroupSpec
@@ -123,7 +125,7 @@ class Peers:
 
 
 @pytest.fixture(scope="session")
-def peers() -> Iterator[Peers]:
+def peers() -> Peers:
     """One set of processes for all modules that import this fixture."""
     return _shared_peers()
 
@@ -165,10 +167,17 @@ def _serve(rank: int, pipe: Connection) -> None:
 def _answer(rank: int, pickled: bytes) -> bytes:
     try:
         order: _Order = pickle.loads(pickled)
-        group = join_gloo(order.spec, GlobalRank(rank), order.store, order.seconds)
+        group = _join(order, GlobalRank(rank))
         try:
             return pickle.dumps((True, order.work(group, *order.args)))
         finally:
             group.close()
     except Exception as error:  # noqa: BLE001 - whatever it is, the test that asked for the work gets it
         return pickle.dumps((False, error))
+
+
+def _join(order: _Order, rank: GlobalRank) -> ExpertGroup:
+    """The group that the product gives this many peers."""
+    if len(order.spec) == 1:
+        return SoloGroup(order.spec, rank)
+    return GlooGroup(order.spec, rank, order.store, order.seconds)

@@ -69,14 +69,9 @@ def attached(target: Target) -> Iterator[None]:
 
     Raises `NotServingError` when nothing answers there or it refuses us, `ConfigError` for what is no address.
     """
-    host, port = _parse(target.address)
     _prepare(target.environment)
-    if host in _LOCALHOST and not _is_loopback_only(target):
-        import ray
-
-        host = ray.util.get_node_ip_address()  # where Ray will look
-    # Ray itself would try for minutes.
-    if not answers(host, port, _ANSWER_S):
+    host, port = _reached(target)
+    if not answers(host, port, _ANSWER_S):  # Ray itself would try for minutes
         raise NotServingError(f"no Ray answers at {host}:{port}")
     import ray
 
@@ -97,7 +92,7 @@ def locate(address: str | None, name: str) -> Target:
         return target_at(address)
     record = records.load(name)
     if record is not None:
-        return Target(record.address, environment_of(record))
+        return target_of(record)
     running = running_ray()
     if running is None:
         raise NotServingError(f"no cluster named {name!r} was started from here, and no Ray runs on this machine")
@@ -107,7 +102,12 @@ def locate(address: str | None, name: str) -> Target:
 def target_at(address: str) -> Target:
     """This address, with what is known about it."""
     record = records.at(address)
-    return Target(address, environment_of(record) if record is not None else _token_if_there_is_one())
+    return target_of(record) if record is not None else Target(address, _token_if_there_is_one())
+
+
+def target_of(record: Record) -> Target:
+    """The Ray that the record's cluster was started on."""
+    return Target(record.address, environment_of(record) or _token_if_there_is_one())
 
 
 def running_ray() -> Target | None:
@@ -127,9 +127,10 @@ def running_ray() -> Target | None:
     return target if known and answers(host, port) else None
 
 
-def is_up(record: Record) -> bool:
-    """Whether the Ray that this cluster was started on answers."""
-    return answers(*_parse(record.address))
+def is_up(target: Target) -> bool:
+    """Whether that Ray answers."""
+    _prepare(target.environment)
+    return answers(*_reached(target), _ANSWER_S)
 
 
 def serve_app() -> ModuleType:
@@ -138,6 +139,16 @@ def serve_app() -> ModuleType:
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return app
+
+
+def _reached(target: Target) -> tuple[str, int]:
+    """Host and port where Ray will look."""
+    host, port = _parse(target.address)
+    if host in _LOCALHOST and not _is_loopback_only(target):
+        import ray
+
+        host = ray.util.get_node_ip_address()
+    return host, port
 
 
 def _is_loopback_only(target: Target) -> bool:

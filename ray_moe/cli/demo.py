@@ -15,9 +15,10 @@ from ray_moe.cli.connection import attached, locate, serve_app
 from ray_moe.cli.generate import embedded, one_generation, ranks_document
 from ray_moe.cli.head import free_ports
 from ray_moe.cli.lifecycle import status_document
-from ray_moe.cli.options import TINY_MOE, Address, AsJson, cluster_config
+from ray_moe.cli.options import Address, AsJson, cluster_config
 from ray_moe.cli.output import output
 from ray_moe.errors import NotServingError
+from ray_moe.models import TINY_MOE, tiny_moe_path
 
 if TYPE_CHECKING:
     import httpx
@@ -38,7 +39,7 @@ def demo(
     began = time.monotonic()
     replicas = _REPLICAS if peers >= 3 else ""
     config = cluster_config(None, model=TINY_MOE, name="demo", peers=peers, replicas=replicas)
-    model, port = Path(config.model), free_ports(1)[0]
+    model, port = tiny_moe_path(), free_ports(1)[0]
     with output(as_json) as out:
         with embedded(config, out, attached(locate(address, config.name)) if address else None) as cluster:
             from ray_moe.engine.sampling import SamplingParams

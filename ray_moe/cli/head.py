@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 from ray_moe.cli import records
 from ray_moe.cli.records import Head, Record
 from ray_moe.deadline import Deadline, pause
-from ray_moe.errors import NotServingError, RayMoEError
+from ray_moe.errors import ConfigError, NotServingError, RayMoEError
 
 OBJECT_STORE_BYTES = 200 * 1024**2
 # Ray's name for "this machine is a cluster by itself": with it off, every Ray process binds to 127.0.0.1 instead of all
@@ -116,6 +116,16 @@ def free_ports(count: int) -> list[int]:
     finally:
         for probe in probes:
             probe.close()
+
+
+def require_free(host: str, port: int) -> None:
+    """`ConfigError` when nothing of ours could listen there; port 0 always is free."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def answers(host: str, port: int, seconds: float = 1.0) -> bool:

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_moe.cli import records
-from ray_moe.cli.connection import Target, attached, cpus_for, is_up, locate, running_ray, serve_app, target_at
-from ray_moe.cli.head import end_head, environment_of, free_ports, start_head
+from ray_moe.cli.connection import (
+    Target,
+    attached,
+    cpus_for,
+    is_up,
+    locate,
+    running_ray,
+    serve_app,
+    target_at,
+    target_of,
+)
+from ray_moe.cli.head import end_head, free_ports, require_free, start_head
 from ray_moe.cli.options import (
     Address,
     AsJson,
@@ -75,7 +85,7 @@ def up(
         trust_remote_code=trust_remote_code,
     )
     with output(as_json) as out:
-        with _ray_for(wanted, address, dashboard, out) as record:
+        with _ray_for(wanted, address, http, dashboard, out) as record:
             document, started = _start(wanted, record, http, out)
             records.save(started)
         out.result(document)
@@ -90,7 +100,12 @@ def down(name: Name = None, address: Address = None, as_json: AsJson = False) ->
     with output(as_json) as out:
         record = records.load(chosen)
         target = locate(address, chosen)
-        stopped = _stop(target, chosen)
+        try:
+            stopped = _stop(target, chosen, has_http=record is None or record.http_url is not None)
+        except NotServingError:
+            if record is None or record.head is None:
+                raise
+            stopped = False  # a Ray of ours can be ended without its consent
         if not stopped and record is None:
             raise NotServingError(f"no cluster named {chosen!r} runs on the Ray at {target.address}")
         ended = _forget(record) if record is not None and record.address == target.address else False
@@ -128,11 +143,11 @@ def status_document(found: ClusterStatus) -> dict[str, Any]:
 
 
 @contextmanager
-def _ray_for(config: ClusterConfig, address: str | None, dashboard: bool, out: Output) -> Iterator[Record]:
+def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: bool, out: Output) -> Iterator[Record]:
     """A connection to the Ray that the cluster shall run on, as the cluster's record; a head that was started for it is
     ended again when the block raises."""
     known = records.load(config.name)
-    if known is not None and is_up(known):
+    if known is not None and is_up(target_of(known)):
         raise ConfigError(
             f"a cluster named {config.name!r} was started at {known.address}; `down` it or choose another name"
         )
@@ -144,6 +159,8 @@ def _ray_for(config: ClusterConfig, address: str | None, dashboard: bool, out: O
         with attached(target):
             yield replace(shared, name=config.name, model=config.model, head=None, http_url=None)
         return
+    if http:
+        require_free(config.host, config.port)  # on a new Ray nobody else's Serve can have it rightly
     out.say("starting Ray on this machine")
     record = start_head(
         config.name,
@@ -153,7 +170,7 @@ def _ray_for(config: ClusterConfig, address: str | None, dashboard: bool, out: O
         seconds=config.start_deadline_s,
     )
     try:
-        with attached(Target(record.address, environment_of(record))):
+        with attached(target_of(record)):
             yield record
     except BaseException:
         end_head(record, keep_log=True)
@@ -198,22 +215,25 @@ def _serve_http(config: ClusterConfig) -> str:
 
 def _reach(record: Record) -> dict[str, str]:
     """What a driver of one's own needs in its environment."""
-    return {"RAY_ADDRESS": record.address, **environment_of(record)}
+    return {"RAY_ADDRESS": record.address, **target_of(record).environment}
 
 
 # ---- down ----
 
 
-def _stop(target: Target, name: str) -> bool:
-    """False when there was nothing to stop: neither the cluster nor, perhaps, its Ray."""
-    try:
-        with attached(target):
-            from ray_moe.cluster import connect
-
-            serve_app().shutdown(name)
-            connect(name).stop()
-    except NotServingError:
+def _stop(target: Target, name: str, *, has_http: bool) -> bool:
+    """False when the cluster, or its Ray, is gone already. Raises `NotServingError` for a Ray that refuses us."""
+    if not is_up(target):
         return False
+    with attached(target):
+        from ray_moe.cluster import connect
+
+        if has_http:
+            serve_app().shutdown(name)
+        try:
+            connect(name).stop()
+        except NotServingError:
+            return False
     return True
 
 

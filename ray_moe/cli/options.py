@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_moe.errors import ConfigError
+from ray_moe.models import TINY_MOE
 
 if TYPE_CHECKING:
     from ray_moe.manifest import ClusterConfig
-
-TINY_MOE = "tiny-moe"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
 Address = Annotated[
@@ -48,8 +47,7 @@ TrustRemoteCode = Annotated[
 def cluster_config(file: Path | None, **options: Any) -> ClusterConfig:
     """The configuration file, if any, with the options that were given over it. Raises `ConfigError`.
 
-    The model is resolved as far as this machine can: the embedded one by its name, a folder to its full path, since
-    actors run elsewhere.
+    A model folder becomes its full path, since actors run elsewhere.
     """
     from ray_moe.manifest import ClusterConfig, load_config
 
@@ -61,10 +59,10 @@ def cluster_config(file: Path | None, **options: Any) -> ClusterConfig:
 
 
 def resolved_model(model: str) -> str:
-    """`ConfigError` for a path that leads to no model folder; a hub id is taken as it is."""
-    from ray_moe.models import tiny_moe_path
-
-    folder = tiny_moe_path() if model == TINY_MOE else Path(model).expanduser()
+    """`ConfigError` for a path that leads to no model folder; the embedded model's name and hub ids are kept."""
+    if model == TINY_MOE:
+        return model
+    folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")

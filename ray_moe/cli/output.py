@@ -44,7 +44,7 @@ class Output:
 
     def show(self, renderable: RenderableType) -> None:
         """A part of the answer for people: a table or a line."""
-        self._people.print(renderable, highlight=False)
+        self._people.print(renderable, highlight=False, markup=False)
 
     def text(self, piece: str) -> None:
         """A piece of generated text as it comes, without a line end of its own."""

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.rendezvous import StoreAddress, connect
-from ray_moe.comm.solo import SoloGroup
 from ray_moe.deadline import wait_work
 from ray_moe.errors import CollectiveError, CountMismatchError
 from ray_moe.identity import GlobalRank
@@ -26,11 +24,6 @@ from ray_moe.topology import ProcessGroupSpec
 # Gloo ends the whole process when two peers' messages differ in size, so nothing whose size a peer might see otherwise
 # may be sent before sizes are agreed. Count lines therefore travel in frames of one size: 4 KiB hold up to 508 slots.
 _FRAME = 512
-
-
-def join_gloo(spec: ProcessGroupSpec, rank: GlobalRank, store: StoreAddress, seconds: float) -> ExpertGroup:
-    """Take `rank`'s seat in an epoch on CPU; alone, without a store or threads. Raises as `GlooGroup`."""
-    return SoloGroup(spec, rank) if len(spec) == 1 else GlooGroup(spec, rank, store, seconds)
 
 
 class GlooGroup:

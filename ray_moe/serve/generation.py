@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -135,8 +136,12 @@ class Backends:
         return tuple(ids)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run to the end whatever becomes of the caller. The loop itself holds tasks weakly."""
-        task = asyncio.create_task(work)
+        """Run to the end whatever becomes of the caller. The loop itself holds tasks weakly.
+
+        In a context of its own: Ray keeps there which request is running, and cancelling a request cancels every actor
+        call that was made in its name, the one that ends its generation and the polls that it shares among them.
+        """
+        task = asyncio.create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -119,8 +118,6 @@ def test_a_cluster_outlives_up_answers_others_and_ends_with_down(shell: Shell) -
     made = shell.answer("generate", "--address", "auto", "--prompt", "KING HENRY:", *greedy)
     assert (made["peers"], made["generation"], made["finish_reason"]) == (2, 1, "length")
     assert made["text"]
-    again = shell.answer("generate", "--address", up["address"], "--prompt", "KING HENRY:", *greedy, "--ignore-eos")
-    assert again["token_ids"] == made["token_ids"]
     code, stdout, stderr = shell.run("up", "--model", "tiny-moe", "--json")
     assert code == 2
     assert json.loads(stdout)["error"]["message"].startswith("a cluster named 'default' was started at")
@@ -151,8 +148,8 @@ def test_generate_brings_its_own_cluster_and_needs_no_tokenizer_for_token_ids(
     assert_nothing_is_left(shell)
 
 
-def test_ctrl_c_while_a_cluster_starts_ends_everything_and_exits_130(shell: Shell) -> None:
-    process = shell.start("generate", "--model", "tiny-moe", "--prompt", "KING HENRY:", "--json")
+def test_ctrl_c_while_a_cluster_comes_up_ends_everything_and_exits_130(shell: Shell) -> None:
+    process = shell.start("up", "--model", "tiny-moe", "--json")
     deadline = time.monotonic() + 60
     while not any(found.name() == "raylet" for found in shell.processes()):
         assert process.poll() is None
@@ -163,18 +160,10 @@ def test_ctrl_c_while_a_cluster_starts_ends_everything_and_exits_130(shell: Shel
     assert process.returncode == 130
     assert json.loads(stdout)["error"]["type"] == "Interrupted"
     assert stderr.endswith("\nerror: interrupted\n")
+    assert list((shell.folder / "moe").glob("*.json")) == []
     assert_nothing_is_left(shell)
 
 
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_2(shell: Shell) -> None:
     code, stdout, stderr = shell.run("generate", "--model", "/nowhere", "--prompt", "a")
     assert (code, stdout, stderr) == (2, "", "error: model '/nowhere' is not a folder\n")
-
-
-def test_a_port_that_is_taken_is_told_and_takes_everything_down_again(shell: Shell) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, stdout, stderr = shell.run("up", "--model", "tiny-moe", "--peers", "1", "--port", str(port))
-    assert (code, stdout) == (2, "")
-    assert stderr.splitlines()[-1] == f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
-    assert_nothing_is_left(shell)

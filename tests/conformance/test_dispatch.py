@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from ray_moe.comm.group import ExpertGroup
-from ray_moe.comm.transports import Transport, transport_named
+from ray_moe.comm.transports import transport_named
 from ray_moe.dataplane.audit import check_handle
 from ray_moe.dataplane.dispatch import combine, dispatch, to_experts
 from ray_moe.dataplane.handle import DispatchHandle, HandleABI
 from ray_moe.dataplane.layer import ExpertLayer, Invocation, LayerCounters
 from ray_moe.dataplane.plan import SlotMap, agree_layout, layout_record, plan_assignment
-from ray_moe.dataplane.policies import policy_named
+from ray_moe.dataplane.policies import TokenHash, policy_named
 from ray_moe.dataplane.runners import LayerWeights, runner_named
 from ray_moe.errors import CountMismatchError, HandleError
 from ray_moe.identity import GlobalRank
-from ray_moe.kernels.reference import permute
 from ray_moe.placement import PlacementSnapshot
 from ray_moe.routes import Routes
 from ray_moe.topology import ProcessGroupSpec
 from tests.conformance.test_placement_v17 import INPUTS, ROUTES, SNAPSHOT, routes_of
-from tests.layers import header_of, placement, slot_map, spec_of
+from tests.layers import header_of, named, placement, slot_map, spec_of
 from tests.peers import Peers, peers
 
 __all__ = ["peers"]
@@ -47,7 +46,7 @@ TRANSPORTS = ("all_to_all_v", "all_gather_filter")
 RUNNERS = ("grouped", "capacity_padded")
 POLICIES = ("token_hash", "locality_first", "least_load", "round_robin", "queue_aware")
 # Decimal gates in fp32: relative 2^-23 on sums of two.
-TOLERANCE = {"atol": 0.0, "rtol": 1e-6}
+TOLERANCE: dict[str, Any] = {"atol": 0.0, "rtol": 1e-6}
 
 
 # -- The fixture as the product's own inputs
@@ -73,10 +72,8 @@ def assignment_at(rank: int) -> Tensor:
 
 
 def combined_at(rank: int) -> Tensor:
-    rows = (
-        [EXPECTED["combined_outputs"][f"{PARTITION[rank]}.t{token}"] for token in (0, 1)] if rank in PARTITION else []
-    )
-    return torch.tensor(rows).view(-1, HIDDEN)
+    tokens = [f"{PARTITION[rank]}.t{token}" for token in (0, 1)] if rank in PARTITION else []
+    return torch.tensor([EXPECTED["combined_outputs"][token] for token in tokens]).view(-1, HIDDEN)
 
 
 def names_from(rank: int, semantic: Tensor) -> list[str]:
@@ -93,14 +90,7 @@ def scaling_experts(snapshot: PlacementSnapshot, rank: int, dtype: torch.dtype =
         down[slot.pool_slot] = identity * SCALES[slot.logical_expert_id.value]
     copies = torch.cat([identity, torch.zeros_like(identity)]).expand(len(slots), 2 * HIDDEN, HIDDEN)
     pool_slots = tuple(slot.pool_slot for slot in slots)
-    return LayerWeights(
-        copies,
-        down,
-        None,
-        None,
-        pool_slots,
-        activation=lambda inner: inner[:, :HIDDEN] if inner.ndim == 2 else inner[..., :HIDDEN],
-    )
+    return LayerWeights(copies, down, None, None, pool_slots, activation=lambda inner: inner[..., :HIDDEN])
 
 
 def under(spec: ProcessGroupSpec) -> PlacementSnapshot:
@@ -166,7 +156,7 @@ def trace(group: ExpertGroup, transport_name: str, runner: str) -> Trace:
     )
 
 
-@pytest.fixture(params=list(product(TRANSPORTS, RUNNERS)), ids=" ".join)
+@pytest.fixture(scope="module", params=list(product(TRANSPORTS, RUNNERS)), ids=" ".join)
 def traces(request: pytest.FixtureRequest, peers: Peers) -> list[Trace]:
     """All four ranks, in rank order, for each transport and runner."""
     transport, runner = request.param
@@ -174,7 +164,7 @@ def traces(request: pytest.FixtureRequest, peers: Peers) -> list[Trace]:
 
 
 def split(names: list[str], offsets: list[int]) -> list[list[str]]:
-    return [names[start:end] for start, end in zip(offsets, offsets[1:], strict=False)]
+    return [names[start:end] for start, end in pairwise(offsets)]
 
 
 def test_the_eight_routes_move_exactly_as_printed(traces: list[Trace]) -> None:
@@ -245,18 +235,13 @@ def test_another_peer_order_permutes_the_splits_and_nothing_else(peers: Peers, t
         assert permuted[rank].receive_splits == [plain[rank].receive_splits[source] for source in PERMUTED]
         assert permuted[rank].expert_major == plain[rank].expert_major
         assert torch.equal(permuted[rank].combined, plain[rank].combined)
-        assert torch.equal(permuted[rank].combined, peers_combined(plain, rank))
-
-
-def peers_combined(traces: list[Trace], rank: int) -> Tensor:
-    torch.testing.assert_close(traces[rank].combined, combined_at(rank), **TOLERANCE)
-    return traces[rank].combined
+        torch.testing.assert_close(permuted[rank].combined, combined_at(rank), **TOLERANCE)
 
 
 # -- Whole layers, with every policy
 
 
-class Frozen:
+class Frozen(TokenHash):
     """The fixture's own assignment as a policy."""
 
     name = "frozen"
@@ -296,11 +281,9 @@ def test_every_transport_runner_and_policy_combines_to_the_printed_tokens(
 ) -> None:
     for rank, got in zip(ranks, peers.run(whole_layers, HandleABI(gate_location=gate), ranks=ranks), strict=True):
         for way, (out, counters) in zip(WAYS, got, strict=True):
-            torch.testing.assert_close(out, combined_at(rank), **TOLERANCE, msg=lambda text, way=way: f"{way}: {text}")
+            torch.testing.assert_close(out, combined_at(rank), **TOLERANCE, msg=named(way))
             assert (counters.invocations, counters.audited) == (1, 1)
-            assert counters.rows_local + counters.rows_sent == len(names_from(rank, torch.arange(8))[:0]) + len(
-                assignment_at(rank)
-            )
+            assert counters.rows_local + counters.rows_sent == DERIVED["row_sums_rows"][rank]
 
 
 def test_a_bf16_payload_changes_no_result(peers: Peers) -> None:
@@ -314,7 +297,7 @@ def test_a_bf16_payload_changes_no_result(peers: Peers) -> None:
 TWO = FIXTURE["two_rank_trace"]
 
 
-def two_ranks(group: ExpertGroup) -> tuple[int, list[list[int]], list[tuple[int, int, int]]]:
+def two_ranks(group: ExpertGroup) -> tuple[int, list[list[int]], list[tuple[int, ...]]]:
     rank = group.peer_slot
     snapshot = placement(list(enumerate(TWO["inputs"]["expert_owner_rank"])), group.spec)
     header, slots = header_of(snapshot, rank), slot_map(snapshot, rank)
@@ -323,8 +306,8 @@ def two_ranks(group: ExpertGroup) -> tuple[int, list[list[int]], list[tuple[int,
     plan = plan_assignment(routes, ids.view(-1), slots)  # one slot per expert, in expert order
     layout = agree_layout(group.gather_counts(layout_record(plan, header.digest64, 0)), slots)
     handle = header.bind(0, "bare", 0, 0, plan, layout)
-    keys = [(rank, token, slot) for token, slot in zip(handle.origin_token_N.tolist(), handle.route_slot_N.tolist())]
-    return handle.route_count, [list(row) for row in handle.counts_PP], keys
+    keys = torch.stack([torch.full_like(handle.order_N, rank), handle.origin_token_N, handle.route_slot_N], dim=1)
+    return handle.route_count, [list(row) for row in handle.counts_PP], [(*key,) for key in keys.tolist()]
 
 
 def test_only_rank_token_and_route_slot_together_name_a_row(peers: Peers) -> None:
@@ -352,7 +335,7 @@ def handle_at(rank: int) -> DispatchHandle:
     return header.bind(0, "bare", 0, 0, plans[rank], agree_layout(records, maps[rank]))
 
 
-def changed(rank: int, name: str, value: object) -> DispatchHandle:
+def changed(rank: int, name: str, value: Any) -> DispatchHandle:
     return dataclasses.replace(handle_at(rank), **{name: value})
 
 

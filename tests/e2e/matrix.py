@@ -270,6 +270,7 @@ def write_record(rows: Sequence[Row]) -> None:
         "near_ties": sum(row.near_ties for row in rows),
     }
     lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
+    RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 

@@ -35,7 +35,6 @@ from ray_moe.controlplane.generations import GenerationStatus, State
 from ray_moe.engine.records import EngineStatus
 from ray_moe.errors import ConfigError, NotServingError, RayMoEError
 from ray_moe.manifest import ReplicaRequest
-from ray_moe.models import tiny_moe_path
 from ray_moe.observe.status import render_status
 
 VERBS = ("up", "down", "status", "generate", "demo")
@@ -83,14 +82,14 @@ def test_options_go_before_the_configuration_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_model_is_the_embedded_one_by_its_name_a_folder_by_its_full_path_or_a_hub_id(
+def test_a_model_is_the_embedded_ones_name_a_folder_by_its_full_path_or_a_hub_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     found = [cluster_config(None, model=model).model for model in ("tiny-moe", "mine", "./mine", "org/model")]
-    assert found == [str(tiny_moe_path()), str(tmp_path / "mine"), str(tmp_path / "mine"), "org/model"]
+    assert found == ["tiny-moe", str(tmp_path / "mine"), str(tmp_path / "mine"), "org/model"]
 
 
 # ---- how it refuses ----
@@ -156,6 +155,13 @@ def test_an_address_where_nothing_listens_is_told_at_once(capsys: pytest.Capture
     (port,) = free_ports(1)
     assert run(["status", "--address", f"127.0.0.2:{port}"]) == 1
     assert capsys.readouterr().err == f"error: no Ray answers at 127.0.0.2:{port}\n"
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(["up", "--model", "tiny-moe", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
 # ---- what it prints ----
@@ -254,9 +260,8 @@ def session(home: Path) -> Iterator[Record]:
     leader = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
     assert leader.stdout is not None
     leader.stdout.readline()
-    record = Record(
-        "mine", "a:1", "m", head=Head(leader.pid, psutil.Process(leader.pid).create_time(), str(home / "l"))
-    )
+    head = Head(leader.pid, psutil.Process(leader.pid).create_time(), str(home / "mine.log"))
+    record = Record("mine", "a:1", "m", head=head)
     records.save(record)
     yield record
     with contextlib.suppress(ProcessLookupError):

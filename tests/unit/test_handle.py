@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ FORWARD = (
 EVENTS = (*FORWARD, "abandon")
 
 # Every field that peers of a step share, with another value for it.
-SHARED = {
+SHARED: dict[str, Any] = {
     "release_id": "release-2",
     "checkpoint_version": "checkpoint-2",
     "placement_version": "placement-v18",
@@ -164,7 +165,8 @@ def test_another_scope_than_the_handles_own_is_refused_naming_the_coordinate(nam
 
 @pytest.mark.parametrize("name", ["holder", "lease_id"])
 def test_another_holders_lease_on_the_same_scope_is_the_same_scope(name: str) -> None:
-    other = dataclasses.replace(HEADER, **{name: {"holder": "rank-9", "lease_id": 9}[name]})
+    others: dict[str, Any] = {"holder": "rank-9", "lease_id": 9}
+    other = dataclasses.replace(HEADER, **{name: others[name]})
     handle, hidden = bound(), torch.randn(4, 3)
     dispatch(hidden, handle, other, alone())
     assert handle.lifetime.state is State.EXPERT_ROWS_READY

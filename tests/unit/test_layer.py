@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.solo import SoloGroup
 from ray_moe.comm.transports import AllToAllV, CountMatrix, Transport, transport_named
-from ray_moe.dataplane.handle import HandleABI
+from ray_moe.dataplane.handle import DispatchHandle, HandleABI, HandleHeader, State
 from ray_moe.dataplane.layer import UNIT_KINDS, ExpertLayer, Invocation, LayerCounters
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import LocalityFirst, TokenHash, policy_named
@@ -31,7 +32,7 @@ from ray_moe.errors import (
 )
 from ray_moe.identity import GlobalRank
 from ray_moe.routes import Routes
-from tests.layers import ONE_PEER, Experts, header_of, layer_on, placement, random_routes, slot_map, spec_of
+from tests.layers import ONE_PEER, Experts, header_of, layer_on, named, placement, random_routes, slot_map, spec_of
 from tests.peers import Peers, peers
 
 __all__ = ["peers"]
@@ -52,9 +53,9 @@ HOMES = {
 }
 ORDERS = {1: (0,), 2: (1, 0), 3: (2, 0, 1), 4: (0, 1, 2, 3)}
 # fp32 sums of a dozen products of size one, in another order than the oracle's.
-FP32 = {"atol": 1e-5, "rtol": 1e-5}
+FP32: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 # bf16 keeps 8 bits: rows, both products and the result are rounded, each by 2^-9 of values around one.
-BF16 = {"atol": 4e-2, "rtol": 4e-2}
+BF16: dict[str, Any] = {"atol": 4e-2, "rtol": 4e-2}
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,12 @@ def test_every_transport_runner_and_policy_gives_the_dense_result(peers: Peers, 
         oracle = [weights().dense(hidden, routes) for hidden, routes in inputs]
         for way, (outs, _) in zip(ALL_WAYS, by_way, strict=True):
             for case, out, expected in zip(cases(num_peers), outs, oracle, strict=True):
-                torch.testing.assert_close(out, expected, **FP32, msg=lambda text, w=way, c=case: f"{w} {c}: {text}")
+                torch.testing.assert_close(out, expected, **FP32, msg=named((way, case)))
         # How rows travel changes no bit: the same rows meet in the same order.
         for plain, gathered in zip(by_way[: len(by_way) // 2], by_way[len(by_way) // 2 :], strict=True):
             assert all(torch.equal(one, other) for one, other in zip(plain[0], gathered[0], strict=True))
-    for way in range(len(ALL_WAYS)):
-        counters = [by_way[way][1] for by_way in got]
+    for number in range(len(ALL_WAYS)):
+        counters = [by_way[number][1] for by_way in got]
         assert {each.invocations for each in counters} == {len(cases(num_peers))}
         assert sum(each.rows_sent for each in counters) == sum(each.rows_received for each in counters)
         for peer, each in enumerate(counters):
@@ -246,7 +247,7 @@ def one_is_elsewhere(group: ExpertGroup, how: str) -> Refused:
     """Peer slot 1 runs another invocation, another scope or another placement than the others."""
     layer, invocation = layer_of(group), Invocation(5, "decode", 2)
     if group.peer_slot == 1:
-        others = {"step": 6, "unit": "prefill", "chunk": 3, "audit": True}
+        others: dict[str, Any] = {"step": 6, "unit": "prefill", "chunk": 3, "audit": True}
         if how in others:
             invocation = dataclasses.replace(invocation, **{how: others[how]})
         elif how == "abi":
@@ -267,7 +268,7 @@ def test_one_peer_elsewhere_makes_all_refuse_before_any_payload_and_the_epoch_go
     check_all_goes_on(answers)
 
 
-class Dividing:
+class Dividing(TokenHash):
     """A policy with a bug."""
 
     name = "dividing"
@@ -276,7 +277,7 @@ class Dividing:
         return torch.full((routes.num_routes,), 1 // 0)
 
 
-class Rerouting:
+class Rerouting(TokenHash):
     """A policy that changes experts: everything to the first slot."""
 
     name = "rerouting"
@@ -413,19 +414,35 @@ def test_an_audit_catches_routes_that_changed_under_way() -> None:
     layer.runner = Tampering(routes)
     with pytest.raises(RoutesError, match="semantic digest of the routes"):
         layer.forward(hidden, routes, Invocation(0, "bare", audit=True))
-    layer.runner = Grouped()
-    layer.forward(hidden, routes, Invocation(1, "bare", audit=True))
-    assert layer.counters == LayerCounters(invocations=1, rows_local=8, audited=1)
 
 
-def test_a_forward_that_raises_leaves_no_handle_in_flight_and_counts_nothing() -> None:
+class Keeping(HandleHeader):
+    """A header that remembers what it bound."""
+
+    def bind(self, *args: Any, **options: Any) -> DispatchHandle:
+        handle = super().bind(*args, **options)
+        kept.append(handle)
+        return handle
+
+
+kept: list[DispatchHandle] = []
+
+
+def test_no_handle_stays_in_flight_whether_its_forward_returns_or_raises() -> None:
     layer, (hidden, routes) = alone(), Case((4,)).of(0)
+    layer.header = Keeping(**{field.name: getattr(layer.header, field.name) for field in dataclasses.fields(Keeping)})
     layer.runner = Failing()
     with pytest.raises(MemoryError):
         layer.forward(hidden, routes, Invocation(0, "bare"))
     assert layer.counters == LayerCounters()
     layer.runner = Grouped()
-    torch.testing.assert_close(layer.forward(hidden, routes, Invocation(0, "bare")), weights().dense(hidden, routes))
+    layer.forward(hidden, routes, Invocation(1, "bare", audit=True))
+    layer.runner = Tampering(routes)
+    with pytest.raises(RoutesError):
+        layer.forward(hidden, routes, Invocation(2, "bare", audit=True))
+    assert [handle.lifetime.state for handle in kept] == [State.DISPATCH_STATE_RELEASABLE] * 3
+    assert [handle.semantic_digest is None for handle in kept] == [True, False, False]
+    assert layer.counters == LayerCounters(invocations=1, rows_local=8, audited=1)
 
 
 # -- What a layer refuses to be built from
@@ -436,8 +453,8 @@ def test_a_layer_is_built_under_one_generation_and_epoch_only() -> None:
     snapshot = placement(HOMES[1], ONE_PEER)
     slots = slot_map(snapshot, 0)
     parts = (weights().slabs(slots, snapshot, 0), transport_named("all_to_all_v", group), Grouped(), TokenHash())
-    for changes in ({"generation": 2}, {"epoch": 1}):
-        stale = dataclasses.replace(header_of(snapshot), **changes)
+    header = header_of(snapshot)
+    for stale in (dataclasses.replace(header, generation=2), dataclasses.replace(header, epoch=1)):
         with pytest.raises(StaleHandleError, match="layer 0: header of generation"):
             ExpertLayer(stale, slots, *parts, LayerCounters())
 

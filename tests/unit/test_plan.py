@@ -22,7 +22,7 @@ from ray_moe.dataplane.plan import (
     plan_assignment,
     refusal_record,
 )
-from ray_moe.dataplane.policies import policy_named
+from ray_moe.dataplane.policies import TokenHash, policy_named
 from ray_moe.errors import (
     CountMismatchError,
     DuplicateExecutionError,
@@ -157,7 +157,7 @@ def test_too_few_or_too_many_slots_are_lost_routes_or_duplicate_execution() -> N
         plan_assignment(PAIR, torch.tensor([3, 1, 2, 0, 0]), SLOTS)
 
 
-class Meddler:
+class Meddler(TokenHash):
     """A policy that reroutes: always the slot of expert 2."""
 
     name = "meddler"

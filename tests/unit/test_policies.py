@@ -79,14 +79,12 @@ def greedy(world: World, peer: int, queued: list[int]) -> list[int]:
             forced[world.peer_of(replicas[0])] += 1
     chosen, taken = [], Counter[int]()
     for expert, replicas in zip(routes, sets, strict=True):
-        count = len(replicas)
-
-        def cost(index: int, expert: int = expert, replicas: tuple[int, ...] = replicas, count: int = count) -> object:
-            load = forced[world.peer_of(replicas[index])] + taken[replicas[index]]
-            return (load, (index - expert - peer) % count)
-
-        best = replicas[min(range(count), key=cost)]
-        taken[best] += count > 1
+        costs = [
+            (forced[world.peer_of(replica)] + taken[replica], (index - expert - peer) % len(replicas))
+            for index, replica in enumerate(replicas)
+        ]
+        best = replicas[costs.index(min(costs))]
+        taken[best] += len(replicas) > 1
         chosen.append(best)
     return chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_segments_may_be_empty_at_any_place(name: str, counts: list[int]) -> Non
 
 
 # bf16 has 8 bits: two roundings of 2^-9 each on sums of about six products of size one.
-BF16 = {"atol": 2e-2, "rtol": 2e-2}
+BF16: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2}
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
