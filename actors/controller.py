@@ -17,7 +17,6 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.expert import LoadProgress
 from ray_moe.actors.remote import create_expert, create_routing, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
@@ -26,7 +25,7 @@ from ray_moe.controlplane.generations import GenerationStatus
 from ray_moe.controlplane.solve import Assignment, balanced, fills, place, pool_capacity, retired_slots
 from ray_moe.dataplane.handle import HandleABI
 from ray_moe.deadline import ray_await
-from ray_moe.engine.records import EngineStatus, ModelFacts
+from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
 from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.manifest import ClusterConfig, expand_replicas

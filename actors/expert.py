@@ -31,7 +31,7 @@ from ray_moe.deadline import join_thread, ray_await, wait_for
 from ray_moe.engine.generation import GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop
-from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, ModelFacts
+from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, LoadProgress, ModelFacts
 from ray_moe.engine.sampling import admitted
 from ray_moe.engine.scheduler import Request, Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
@@ -43,15 +43,6 @@ from ray_moe.weights.checkpoint import Checkpoint
 from ray_moe.weights.slots import SlotPool
 
 _T = TypeVar("_T")
-
-
-@dataclass
-class LoadProgress:
-    """How far this peer is with its one-time work; read by whoever draws a progress bar."""
-
-    phase: str = "starting"
-    done: int = 0
-    total: int = 0
 
 
 @dataclass

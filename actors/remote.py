@@ -42,7 +42,8 @@ def create_expert(config: ClusterConfig, rank: int) -> ActorHandle:
     """The expert actor that is global `rank`."""
     from ray_moe.actors.expert import ExpertActor
 
-    return _create(ExpertActor, f"{config.name}.expert-{rank}", config.cpus_per_peer, config, rank)
+    gpus = 1 if config.device == "cuda" else 0
+    return _create(ExpertActor, f"{config.name}.expert-{rank}", config.cpus_per_peer, config, rank, gpus=gpus)
 
 
 def find_controller(cluster: str) -> ActorHandle:
@@ -56,7 +57,7 @@ def find_controller(cluster: str) -> ActorHandle:
 def kill_cluster(cluster: str) -> None:
     """End whatever actors of a cluster are left."""
     for found in ray.util.list_named_actors(all_namespaces=True):
-        if found["namespace"] != NAMESPACE or not found["name"].startswith(f"{cluster}."):
+        if found["namespace"] != NAMESPACE or found["name"].rpartition(".")[0] != cluster:
             continue
         try:
             actor = ray.get_actor(found["name"], namespace=NAMESPACE)
@@ -70,7 +71,7 @@ def kill(actor: ActorHandle) -> None:
     ray.kill(actor, no_restart=True)
 
 
-def _create(kind: type, name: str, cpus: float, *args: Any) -> ActorHandle:
+def _create(kind: type, name: str, cpus: float, *args: Any, gpus: int = 0) -> ActorHandle:
     # No runtime_env: an environment of its own would keep an actor off the worker processes that Ray has started ahead.
     # Nor is one needed: Ray gives a worker with less than two CPUs a single OpenMP thread before it imports the class.
     remote_kind: Any = ray.remote(kind)
@@ -79,6 +80,7 @@ def _create(kind: type, name: str, cpus: float, *args: Any) -> ActorHandle:
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=cpus,
+        num_gpus=gpus,
         max_restarts=0,
         max_concurrency=1000,
     ).remote(*args)

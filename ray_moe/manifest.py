@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ray_moe.errors import ConfigError
 from ray_moe.identity import (
@@ -28,13 +28,13 @@ from ray_moe.identity import (
 from ray_moe.placement import LayerPlacement, PlacementSnapshot, ReleaseBundle, ShardCoordinate, Slot
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
 
-# The C parser matters for the manifest of a large model; not every build of PyYAML has it.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser, where PyYAML was built with it
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 _T = TypeVar("_T")
-# JSON and YAML know only lists; the records hold tuples.
-_Tuple = Annotated[tuple[_T, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
+_Tuple = Annotated[
+    tuple[_T, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
+]  # JSON knows lists only
 _Natural = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
@@ -153,6 +153,12 @@ class ClusterConfig(Manifest):
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+
+    @model_validator(mode="after")
+    def _carried(self) -> Self:
+        if self.device == "cuda" and self.peers > 1:
+            raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
+        return self
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
@@ -346,13 +352,11 @@ class ReleaseManifest(Manifest):
         return ReleaseBundle(**values)
 
 
-def _unique(pairs: Iterable[tuple[str, str]], field: str) -> dict[str, str]:
-    mapping: dict[str, str] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise ConfigError(f"{field}: {key!r} is given twice: {mapping[key]!r} and {value!r}")
-        mapping[key] = value
-    return mapping
+def _unique(pairs: Sequence[tuple[str, str]], field: str) -> dict[str, str]:
+    for position, (key, value) in enumerate(pairs):
+        if key in dict(pairs[:position]):
+            raise ConfigError(f"{field}: {key!r} is given twice: {dict(pairs[:position])[key]!r} and {value!r}")
+    return dict(pairs)
 
 
 # -- Reading text, wording refusals
@@ -362,8 +366,7 @@ def _read_yaml(text: str, source: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        # PyYAML's own text spans lines and quotes the file.
-        mark = getattr(error, "problem_mark", None)
+        mark = getattr(error, "problem_mark", None)  # PyYAML's own text spans lines and quotes the file
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{source + ': ' if source else ''}not valid YAML{where}: {problem}") from error

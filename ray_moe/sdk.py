@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ class Client:
         request_id: str | None = None,
         prefix_ids: Sequence[int] = (),
         peer: int | None = None,
-    ) -> AsyncIterator[StreamRecord]:
+    ) -> AsyncGenerator[StreamRecord, None]:
         """Records of one generation as steps deliver them; an index that was delivered before never comes again.
 
         `prefix_ids` are tokens that an earlier submission delivered: with the same prompt and seeded `params` the
@@ -133,8 +133,9 @@ class _Link:
         self._owe(request.request_id, len(request.prompt_ids) + request.params.max_tokens - len(request.prefix_ids))
         try:
             await self._ask(self._actor.submit.remote(self._client, request), f"submit of {request.request_id}")
-        except BaseException:
-            self.forget(request, cancel=False)
+        except BaseException as error:
+            # Whoever stops waiting for the answer (a cancelled task) may leave a request that has been admitted.
+            self.forget(request, cancel=not isinstance(error, RayMoEError))
             raise
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll())

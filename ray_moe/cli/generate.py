@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from ray_moe.actors.reports import ClusterStatus, Directory
     from ray_moe.cluster import Cluster
-    from ray_moe.engine.records import StreamRecord
     from ray_moe.engine.sampling import SamplingParams
     from ray_moe.manifest import ClusterConfig
 
@@ -131,7 +130,7 @@ async def one_generation(
         pieces.append(piece)
         on_text(piece)
 
-    records = cast("AsyncGenerator[StreamRecord]", Client(directory).stream(prompt_ids, params))
+    records = Client(directory).stream(prompt_ids, params)
     # Leaving the loop early closes the stream, and that cancels the request.
     async with aclosing(records):
         async for record in records:

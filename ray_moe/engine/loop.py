@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ray_moe.dataplane.layer import Invocation
 from ray_moe.deadline import wait_event
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.kvcache import KVCache
-from ray_moe.engine.records import Delivery, Refusal, StreamRecord
+from ray_moe.engine.records import Load, Outlet, Refusal, StreamRecord
 from ray_moe.engine.scheduler import Emission, Request, Scheduler
 from ray_moe.engine.trunk import Trunk
 from ray_moe.engine.units import StepPlan, UnitBatch
@@ -66,29 +65,6 @@ LOOP_TABLE: dict[LoopState, dict[str, LoopState]] = {
     LoopState.STOPPED: {},
     LoopState.FAILED: {},
 }
-
-
-class Outlet(Protocol):
-    """Where a loop's results go. Called on the loop's thread; must return at once."""
-
-    def deliver(self, items: Sequence[Delivery]) -> None:
-        """Everything that one step, or one action, has for callers."""
-
-    def lease_returned(self, view: GenerationView) -> None:
-        """No local handle of `view` is left; its lease can go back."""
-
-    def wake_peers(self) -> None:
-        """This peer has work while the others may be asleep."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the scheduler holds, as of the last step: for other threads, which must not look into it themselves."""
-
-    waiting: int
-    running: int
-    outstanding_tokens: int
-    kv_blocks_used: int
 
 
 @dataclass

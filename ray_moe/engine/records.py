@@ -5,10 +5,15 @@ Whoever submits keeps the prompt and the delivered tokens; with both, any engine
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import RayMoEError
+
+if TYPE_CHECKING:
+    from ray_moe.engine.generation import GenerationView
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,29 @@ class Refusal:
 
 
 Delivery = StreamRecord | Refusal
+
+
+class Outlet(Protocol):
+    """Where a loop's results go. Called on the loop's thread; must return at once."""
+
+    def deliver(self, items: Sequence[Delivery]) -> None:
+        """Everything that one step, or one action, has for callers."""
+
+    def lease_returned(self, view: GenerationView) -> None:
+        """No local handle of `view` is left; its lease can go back."""
+
+    def wake_peers(self) -> None:
+        """This peer has work while the others may be asleep."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the scheduler holds, as of the last step: for other threads, which must not look into it themselves."""
+
+    waiting: int
+    running: int
+    outstanding_tokens: int
+    kv_blocks_used: int
 
 
 @dataclass(frozen=True)
@@ -86,3 +114,12 @@ class ModelFacts:
     vocab_size: int
     max_positions: int
     trunk_parameters: int
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far this peer is with its one-time work; read by whoever draws a progress bar."""
+
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0

@@ -266,6 +266,10 @@ def write_record(rows: Sequence[Row]) -> None:
             "python": platform.python_version(),
             **{module.__name__: module.__version__ for module in (torch, ray, transformers)},
         },
+        "notes": [
+            "one peer has no cell with replicas: every copy of an expert needs a rank of its own",
+            "seconds are wall time beside whatever else the machine ran, no benchmark",
+        ],
         "tokens": sum(row.tokens for row in rows),
         "near_ties": sum(row.near_ties for row in rows),
     }

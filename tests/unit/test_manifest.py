@@ -371,3 +371,9 @@ def test_a_role_that_comes_twice_cannot_become_a_document() -> None:
     twice = dataclasses.replace(BUNDLE, precision_roles=(("gate", "fp32"), ("gate", "bf16")))
     with pytest.raises(ConfigError, match="precision_roles: 'gate' is given twice: 'fp32' and 'bf16'"):
         ReleaseManifest.from_bundle(twice)
+
+
+def test_peers_on_cuda_are_refused_beyond_one_while_rows_travel_on_cpu_only() -> None:
+    with pytest.raises(ConfigError, match="peers must be 1 on cuda, found 2"):
+        ClusterConfig.parse({"model": "m", "device": "cuda", "peers": 2})
+    assert ClusterConfig(model="m", device="cuda", peers=1).device == "cuda"
