@@ -32,9 +32,8 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser, wh
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 _T = TypeVar("_T")
-_Tuple = Annotated[
-    tuple[_T, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
-]  # JSON knows lists only
+# JSON and YAML know only lists; the records hold tuples.
+_Tuple = Annotated[tuple[_T, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 _Natural = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
@@ -156,7 +155,7 @@ class ClusterConfig(Manifest):
 
     @model_validator(mode="after")
     def _carried(self) -> Self:
-        if self.device == "cuda" and self.peers > 1:
+        if self.peers > 1 and self.device == "cuda":
             raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
         return self
 
@@ -398,5 +397,4 @@ def _one_line(error: ValidationError, document: type[BaseModel], source: str) ->
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."

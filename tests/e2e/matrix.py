@@ -259,7 +259,7 @@ def write_record(rows: Sequence[Row]) -> None:
     cores, memory = os.cpu_count(), psutil.virtual_memory().total / 2**30
     head = {
         "what": f"greedy tokens equal to transformers' own model (eager experts, fp32), {TOKENS} per prompt",
-        "command": "make test-full",
+        "command": "make test-full ARGS=tests/e2e",
         "date": datetime.date.today().isoformat(),
         "hardware": f"{_processor()}, {cores} cores, {memory:.0f} GiB; one thread per process",
         "versions": {
