@@ -290,6 +290,8 @@ class ControllerActor:
 
     async def _bury(self, rank: int, detail: str) -> None:
         """A peer is gone: its leases go back, and the survivors fail their calls now, not at the next deadline."""
+        if self._state is ClusterState.STOPPED:
+            return  # we ended it ourselves
         _LOG.warning("%s", detail)
         self._lost[rank] = detail
         self._statuses.pop(rank, None)

@@ -30,7 +30,7 @@ from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.deadline import join_thread, ray_await, wait_for
 from ray_moe.engine.generation import GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
-from ray_moe.engine.loop import EngineLoop
+from ray_moe.engine.loop import EngineLoop, LoopState
 from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, LoadProgress, ModelFacts
 from ray_moe.engine.sampling import admitted
 from ray_moe.engine.scheduler import Request, Scheduler
@@ -273,7 +273,8 @@ class ExpertActor:
 
     async def peer_lost(self, detail: str) -> None:
         """Another peer is known to be dead: fail this epoch's requests now."""
-        self._loop.break_epoch(detail)
+        if self._loop.state in (LoopState.SERVING, LoopState.SLEEPING):
+            self._loop.break_epoch(detail)
 
     async def stop(self) -> None:
         """End the loop at the step where all peers were asked to stop."""

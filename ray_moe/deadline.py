@@ -7,6 +7,7 @@ by the functions that need it, so that the data plane can wait without Ray.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Awaitable, Sequence
@@ -65,14 +66,18 @@ def wait_work(work: dist.Work, seconds: float, what: str, rank: int, epoch: int)
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
-        raise CollectiveError(f"{what}: {_last_line(error)}", rank, epoch) from error
+        raise CollectiveError(f"{what}: {_reason(error)}", rank, epoch) from error
 
 
 async def wait_for(awaitable: Awaitable[_T], seconds: float, what: str) -> _T:
-    """Await with a deadline; `DeadlineError` names `what`."""
+    """Await with a deadline; `DeadlineError` names `what`. A timeout raised inside is not taken for ours."""
+    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that arrives together with the result.
     try:
-        return await asyncio.wait_for(awaitable, timeout=seconds)
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
     except TimeoutError as error:
+        if not limit.expired():
+            raise
         raise DeadlineError(what, seconds) from error
 
 
@@ -112,5 +117,7 @@ def _cause(error: Any) -> BaseException:
     return error.cause if isinstance(error.cause, Exception) else error
 
 
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1][-200:] if str(error).strip() else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """The first sentence of a library's error, without the source location that it begins with."""
+    text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", " ".join(str(error).split()))
+    return text.split(". ")[0][:200] or type(error).__name__

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from ray_moe.actors.mailbox import POLL_WAIT_S
 from ray_moe.actors.reports import Directory
 from ray_moe.deadline import ray_await, wait_for
 from ray_moe.engine.records import Delivery, GenerateRequest, Refusal, StreamRecord
 from ray_moe.engine.sampling import SamplingParams, admitted
-from ray_moe.errors import PeerLostError, RayMoEError, RequestError
+from ray_moe.errors import NotServingError, PeerLostError, RayMoEError, RequestError
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,10 @@ class _Link:
             while self._deliveries:
                 for item in await self._ask(self._actor.poll.remote(self._client), f"poll of rank {self._rank}"):
                     self._sort(item)
-        except RayMoEError as error:
+        except (RayMoEError, RayError) as error:
+            ours = error if isinstance(error, RayMoEError) else NotServingError(f"rank {self._rank}: {error}")
             for request_id, queue in self._deliveries.items():
-                queue.put_nowait(Refusal(request_id, error))
+                queue.put_nowait(Refusal(request_id, ours))
 
     def _sort(self, item: Delivery) -> None:
         queue = self._deliveries.get(item.request_id)

@@ -290,7 +290,8 @@ class EngineLoop:
         """Somebody else saw a peer die: give the epoch up now instead of at the next collective's deadline."""
 
         def give_up() -> None:
-            raise CollectiveError(detail, self.rank, self.group.spec.epoch)
+            if not self._closed:  # else it is given up already
+                raise CollectiveError(detail, self.rank, self.group.spec.epoch)
 
         self.post(give_up)
 

@@ -36,7 +36,7 @@ class Reference:
 
     def near_ties(self, prompt: Sequence[int], found: Sequence[int]) -> int:
         """How many near ties separate `found` from the reference; AssertionError at a difference that is none."""
-        near, done = 0, 0
+        found, near, done = tuple(found), 0, 0
         while found[done:] != (expected := self.greedy((*prompt, *found[:done]), len(found) - done)):
             at = next(at for at, token in enumerate(expected) if token != found[done + at])
             context = (*prompt, *found[: done + at])

@@ -175,29 +175,34 @@ def test_an_audited_invocation_gives_the_same_bits_and_is_counted(peers: Peers, 
             assert (counters.audited, audited_counters.audited) == (0, len(cases(num_peers)))
 
 
-def with_abi(group: ExpertGroup, abi: HandleABI, dtype: torch.dtype) -> list[Tensor]:
+def with_abi(group: ExpertGroup, abi: HandleABI, dtype: torch.dtype) -> tuple[list[Tensor], LayerCounters, int]:
     layer = layer_of(group, experts=weights(dtype=dtype), abi=abi)
-    return [
+    outs = [
         layer.forward(*case.of(group.peer_slot, dtype), Invocation(0, "decode", chunk))
         for chunk, case in enumerate(cases(len(group.spec)))
     ]
+    return outs, layer.counters, group.bytes_sent
 
 
 @pytest.mark.parametrize("num_peers", [1, 3])
 @pytest.mark.parametrize("returned", ["float32", "bfloat16"])
 @pytest.mark.parametrize("payload", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gate", ["origin", "expert"])
-def test_every_abi_applies_the_gate_once_and_returns_the_payloads_dtype(
+def test_every_abi_applies_the_gate_once_and_sends_what_it_says(
     peers: Peers, gate: str, payload: str, returned: str, num_peers: int
 ) -> None:
     dtype = getattr(torch, payload)
     exact = payload == returned == "float32"
     got = peers.run(with_abi, HandleABI(payload, returned, gate), dtype, ranks=ORDERS[num_peers])
-    for peer, outs in enumerate(got):
+    for peer, (outs, counters, sent) in enumerate(got):
         for case, out in zip(cases(num_peers), outs, strict=True):
             assert out.dtype == dtype
             expected = weights(dtype=dtype).dense(*case.of(peer, dtype))
             torch.testing.assert_close(out.float(), expected, **(FP32 if exact else BF16))
+        # Rows out, rows back, and with the gate at the expert one fp32 number beside each row out.
+        size = {"float32": 4, "bfloat16": 2}
+        out_bytes = HIDDEN * size[payload] + (4 if gate == "expert" else 0)
+        assert sent == counters.rows_sent * out_bytes + counters.rows_received * HIDDEN * size[returned]
 
 
 def some_join_empty(group: ExpertGroup) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextvars import ContextVar
 from typing import Any
 
 import httpx
@@ -364,6 +365,20 @@ def test_a_cluster_is_looked_up_again_after_a_lookup_that_failed() -> None:
             await backends.current()
 
     asyncio.run(look_twice())
+
+
+def test_what_outlives_a_request_does_not_run_in_its_name() -> None:
+    # Ray keeps the running request in a context variable, and cancels with it every call that was made under it.
+    running_request: ContextVar[str] = ContextVar("running_request", default="nobody")
+
+    async def in_whose_name() -> str:
+        return running_request.get()
+
+    async def serve_one() -> str:
+        running_request.set("a request")
+        return await Backends(ShutDoor(NotServingError("no cluster here"))).spawn(in_whose_name())
+
+    assert asyncio.run(serve_one()) == "nobody"
 
 
 # -- Arguments of the Serve application
