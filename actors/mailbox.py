@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_moe.deadline import wait_for
-from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.records import Delivery, Refusal
 from ray_moe.errors import DeadlineError, RequestError
+
+if TYPE_CHECKING:
+    from ray_moe.engine.generation import GenerationView
 
 # A poll waits this long for a first item, then returns empty and is repeated.
 POLL_WAIT_S = 10.0

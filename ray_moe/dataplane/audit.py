@@ -1,4 +1,4 @@
-"""Audits of one invocation: what sampled steps, and every bare-layer call, prove beyond the checks of the hot path.
+"""Audits of one invocation: what sampled steps prove beyond the checks of the hot path.
 
 `check_handle` recomputes what a handle says from what it was made of. `trace_routes` sends every route's identity
 along the rows' own path and back. Letters: N routes, R received rows, P peers, S slots.

@@ -1,6 +1,7 @@
 """What crosses between an engine and whoever submits to it.
 
 Whoever submits keeps the prompt and the delivered tokens; with both, any engine can continue the stream (`prefix_ids`).
+Nothing here imports torch, so that a command that only asks a cluster for its status need not either.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import RayMoEError
 
 if TYPE_CHECKING:
     from ray_moe.engine.generation import GenerationView
+    from ray_moe.engine.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
