@@ -35,7 +35,7 @@ from ray_moe.topology import Domain, ProcessGroupSpec, Topology
 from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
 
 _LOG = logging.getLogger(__name__)
-_TICK_S = 0.25
+_TICK_S = 0.5
 
 
 class ClusterState(StrEnum):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,8 @@ from ray.actor import ActorHandle
 
 from ray_moe.actors.mailbox import POLL_WAIT_S, Outlet, PostOffice
 from ray_moe.actors.routing import Grant
-from ray_moe.comm.gloo import GlooGroup
-from ray_moe.comm.group import ExpertGroup
+from ray_moe.comm.join import join
 from ray_moe.comm.rendezvous import StoreAddress
-from ray_moe.comm.solo import SoloGroup
 from ray_moe.comm.transports import Transport, transport_named
 from ray_moe.controlplane.solve import Fill
 from ray_moe.dataplane.layer import LayerCounters
@@ -43,6 +42,7 @@ from ray_moe.weights.checkpoint import Checkpoint
 from ray_moe.weights.slots import SlotPool
 
 _T = TypeVar("_T")
+_SWITCH_INTERVAL_S = 0.0002
 
 
 @dataclass
@@ -63,6 +63,9 @@ class ExpertActor:
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
         torch.set_num_threads(1)
+        # The engine's thread and the event loop share the interpreter; by default one may keep the other out for 5 ms,
+        # which is a good part of a step.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._config, self._rank = config, GlobalRank(rank)
         self._dtype = getattr(torch, config.dtype)
         self._progress = LoadProgress()
@@ -145,12 +148,8 @@ class ExpertActor:
     async def join(self, spec: ProcessGroupSpec, store: StoreAddress) -> None:
         """Take this peer's seat in an epoch; returns when all members have joined. Raises `CollectiveError`."""
 
-        def connect() -> ExpertGroup:
-            if len(spec) == 1:
-                return SoloGroup(spec, self._rank)
-            return GlooGroup(spec, self._rank, store, self._config.step_deadline_s)
-
-        group = await self._beside(connect)
+        config = self._config
+        group = await self._beside(join, config.group, spec, self._rank, store, config.step_deadline_s)
         self._serving = _Serving(transport=transport_named(self._config.transport, group))
 
     async def serve(self, routing: ActorHandle, peers: Sequence[ActorHandle]) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import select
+import socket
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,6 +69,50 @@ def wait_work(work: dist.Work, seconds: float, what: str, rank: int, epoch: int)
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise CollectiveError(f"{what}: {_reason(error)}", rank, epoch) from error
+
+
+def receive(link: socket.socket, views: list[memoryview], what: str, rank: int, epoch: int) -> list[memoryview]:
+    """Receive once into `views`, in order; returns what is still to be filled. Waits under the connection's timeout.
+
+    `CollectiveError` names `what` when it closes, fails or does not answer in time.
+    """
+    try:
+        taken = link.recvmsg_into(views)[0]
+    except TimeoutError as error:
+        raise CollectiveError(f"{what} did not answer within {link.gettimeout():g} s", rank, epoch) from error
+    except OSError as error:
+        raise CollectiveError(f"{what}: {error.strerror or error}", rank, epoch) from error
+    if not taken:
+        raise CollectiveError(f"{what} closed its connection", rank, epoch)
+    return after(taken, views)
+
+
+def send(link: socket.socket, views: list[memoryview], what: str, rank: int, epoch: int) -> list[memoryview]:
+    """Send what the connection takes of `views`; returns what is still to be sent. Errors as in `receive`."""
+    try:
+        return after(link.sendmsg(views), views)
+    except TimeoutError as error:
+        raise CollectiveError(f"{what} did not read within {link.gettimeout():g} s", rank, epoch) from error
+    except OSError as error:
+        raise CollectiveError(f"{what}: {error.strerror or error}", rank, epoch) from error
+
+
+def ready(
+    reading: Iterable[socket.socket], writing: Iterable[socket.socket], seconds: float
+) -> tuple[set[socket.socket], set[socket.socket]]:
+    """The connections that can be read and written without waiting; both empty when none can within `seconds`."""
+    readable, writable, _ = select.select(list(reading), list(writing), [], max(0.0, seconds))
+    return set(readable), set(writable)
+
+
+def after(done: int, views: list[memoryview]) -> list[memoryview]:
+    """What is left of consecutive `views` after their first `done` bytes. Empty views are dropped."""
+    left = []
+    for view in views:
+        if done < len(view):
+            left.append(view[done:])
+        done = max(0, done - len(view))
+    return left
 
 
 async def wait_for(awaitable: Awaitable[_T], seconds: float, what: str) -> _T:

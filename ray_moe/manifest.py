@@ -140,6 +140,7 @@ class ClusterConfig(Manifest):
     max_prefill_tokens: _Positive = 256
     max_decode_rows: _Positive = 64
 
+    group: Literal["tcp", "gloo"] = "tcp"
     transport: Literal["all_to_all_v", "all_gather_filter"] = "all_to_all_v"
     runner: Literal["grouped", "capacity_padded"] = "grouped"
     policy: Literal["token_hash", "locality_first", "least_load", "round_robin", "queue_aware"] = "token_hash"

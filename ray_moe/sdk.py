@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from ray.exceptions import RayActorError, RayError
 
 from ray_moe.actors.mailbox import POLL_WAIT_S
 from ray_moe.actors.reports import Directory
-from ray_moe.deadline import ray_await, wait_for
+from ray_moe.deadline import ray_await
 from ray_moe.engine.records import Delivery, GenerateRequest, Refusal, StreamRecord
 from ray_moe.engine.sampling import SamplingParams, admitted
-from ray_moe.errors import NotServingError, PeerLostError, RayMoEError, RequestError
+from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError, RequestError
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,17 @@ class Client:
         position, finished = len(request.prefix_ids), False
         try:
             while not finished:
-                item = await wait_for(
-                    deliveries.get(), self.directory.config.request_deadline_s, f"next token of {request.request_id}"
-                )
+                item = await deliveries.get()  # the link refuses it when its deadline passes
                 if isinstance(item, Refusal):
-                    finished = True
+                    finished = not isinstance(item.error, DeadlineError)
                     raise item.error
-                fresh = item.token_ids[max(0, position - item.index) :]
                 finished = item.finish_reason is not None
-                if fresh or finished:
-                    yield replace(item, index=position, token_ids=fresh)
-                    position += len(fresh)
+                if item.index != position:
+                    fresh = item.token_ids[max(0, position - item.index) :]
+                    item = replace(item, index=position, token_ids=fresh)
+                if item.token_ids or finished:
+                    position += len(item.token_ids)
+                    yield item
         finally:
             link.forget(request, cancel=not finished)
 
@@ -114,43 +115,53 @@ class Client:
         return min(range(peers), key=lambda peer: (self._links[peer].outstanding, (peer - start) % peers))
 
 
+@dataclass
+class _Open:
+    """One request of a link: where its deliveries go, the tokens still to come, when the last delivery came."""
+
+    deliveries: asyncio.Queue[Delivery]
+    owed: int
+    heard_at: float
+
+
 class _Link:
     """One client's connection to one peer: submits its requests, polls for all of them together, sorts what comes."""
 
     def __init__(self, rank: int, actor: ActorHandle, client: str, directory: Directory) -> None:
-        self.outstanding = 0
-        self._rank, self._actor, self._client, self._directory = rank, actor, client, directory
-        self._deliveries: dict[str, asyncio.Queue[Delivery]] = {}
-        self._owed: dict[str, int] = {}
+        self._rank, self._actor, self._client, self._config = rank, actor, client, directory.config
+        self._open: dict[str, _Open] = {}
         self._polling: asyncio.Task[None] | None = None
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens that this link's requests have yet to compute, if each runs to its max_tokens."""
+        return sum(request.owed for request in self._open.values())
 
     async def submit(self, request: GenerateRequest) -> asyncio.Queue[Delivery]:
         """Send a request; its deliveries come through the queue. Raises what the peer raises at once."""
-        if request.request_id in self._deliveries:
-            raise RequestError(f"request_id {request.request_id!r} is already running", "request_id")
-        queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._deliveries[request.request_id] = queue
-        self._owe(request.request_id, len(request.prompt_ids) + request.params.max_tokens - len(request.prefix_ids))
+        name = request.request_id
+        if name in self._open:
+            raise RequestError(f"request_id {name!r} is already running", "request_id")
+        owed = len(request.prompt_ids) + request.params.max_tokens - len(request.prefix_ids)
+        opened = self._open[name] = _Open(asyncio.Queue(), owed, time.monotonic())
         try:
-            await self._ask(self._actor.submit.remote(self._client, request), f"submit of {request.request_id}")
+            await self._ask(self._actor.submit.remote(self._client, request), f"submit of {name}")
         except BaseException as error:
-            # Whoever stops waiting for the answer (a cancelled task) may leave a request that has been admitted.
-            self.forget(request, cancel=not isinstance(error, RayMoEError))
+            # Whoever stops waiting for the answer (a cancelled task, a deadline) may leave a request that was admitted.
+            refused = isinstance(error, (RequestError, NotServingError, PeerLostError))
+            self.forget(request, cancel=not refused)
             raise
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll())
-        return queue
+        return opened.deliveries
 
     def forget(self, request: GenerateRequest, *, cancel: bool) -> None:
         """The caller is done with a request; `cancel` when the peer is not."""
-        if self._deliveries.pop(request.request_id, None) is None:
-            return
-        self.outstanding -= self._owed.pop(request.request_id)
-        if cancel:
+        if self._open.pop(request.request_id, None) is not None and cancel:
             self._actor.cancel.remote(request.request_id)
 
     def runs(self, request_id: str) -> bool:
-        return request_id in self._deliveries
+        return request_id in self._open
 
     async def cancel(self, request_id: str) -> bool:
         return bool(await self._ask(self._actor.cancel.remote(request_id), f"cancel of {request_id}"))
@@ -158,29 +169,37 @@ class _Link:
     async def _poll(self) -> None:
         """Fetch until no request is left. When the peer is lost, every request of this link ends with its name."""
         try:
-            while self._deliveries:
-                for item in await self._ask(self._actor.poll.remote(self._client), f"poll of rank {self._rank}"):
-                    self._sort(item)
+            while self._open:
+                items = await self._ask(self._actor.poll.remote(self._client), f"poll of rank {self._rank}")
+                now = time.monotonic()
+                for item in items:
+                    self._sort(item, now)
+                self._refuse_overdue(now)
         except (RayMoEError, RayError) as error:
             ours = error if isinstance(error, RayMoEError) else NotServingError(f"rank {self._rank}: {error}")
-            for request_id, queue in self._deliveries.items():
-                queue.put_nowait(Refusal(request_id, ours))
+            for name, opened in self._open.items():
+                opened.deliveries.put_nowait(Refusal(name, ours))
 
-    def _sort(self, item: Delivery) -> None:
-        queue = self._deliveries.get(item.request_id)
-        if queue is None:
+    def _sort(self, item: Delivery, now: float) -> None:
+        opened = self._open.get(item.request_id)
+        if opened is None:
             return
         if isinstance(item, StreamRecord):
-            self._owe(item.request_id, -len(item.token_ids))
-        queue.put_nowait(item)
+            opened.owed -= len(item.token_ids)
+        opened.heard_at = now
+        opened.deliveries.put_nowait(item)
 
-    def _owe(self, request_id: str, tokens: int) -> None:
-        self.outstanding += tokens
-        self._owed[request_id] = self._owed.get(request_id, 0) + tokens
+    def _refuse_overdue(self, now: float) -> None:
+        """One deadline for all requests, looked at once per poll: a timer per token would cost more than the token."""
+        seconds = self._config.request_deadline_s
+        for name, opened in self._open.items():
+            if now - opened.heard_at > seconds:
+                opened.heard_at = now
+                opened.deliveries.put_nowait(Refusal(name, DeadlineError(f"next token of {name}", seconds)))
 
     async def _ask(self, ref: Any, what: str) -> Any:
-        config = self._directory.config
         try:
-            return await ray_await(ref, config.step_deadline_s + POLL_WAIT_S, what)
+            return await ray_await(ref, self._config.step_deadline_s + POLL_WAIT_S, what)
         except RayActorError as error:
-            raise PeerLostError(f"rank {self._rank} of cluster {config.name!r} died", self._rank, 0, 0) from error
+            name = self._config.name
+            raise PeerLostError(f"rank {self._rank} of cluster {name!r} died", self._rank, 0, 0) from error

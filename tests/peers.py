@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,10 +22,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_moe.comm.gloo import GlooGroup
-from ray_moe.comm.group import ExpertGroup
+from ray_moe.comm.join import join
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
-from ray_moe.comm.solo import SoloGroup
 from ray_moe.deadline import Deadline
 from ray_moe.identity import GlobalRank, ProcessGroupId
 from ray_moe.topology import ProcessGroupSpec
@@ -50,6 +48,7 @@ class _Order:
     spec: ProcessGroupSpec
     store: StoreAddress
     seconds: float
+    kind: str
 
 
 class Job:
@@ -83,6 +82,7 @@ class Peers:
     """Processes by global rank, started when a job first needs them, and the store that their groups meet in."""
 
     def __init__(self) -> None:
+        self.kind = "tcp"  # what carries the groups of the next jobs
         self._store = RendezvousStore("127.0.0.1", JOB_SECONDS)
         self._processes: dict[int, _Process] = {}
         self._epochs = 0
@@ -95,7 +95,7 @@ class Peers:
         """The same without waiting for the results. `seconds` is the group's own deadline."""
         self._epochs += 1
         spec = ProcessGroupSpec(GROUP, self._epochs, tuple(GlobalRank(rank) for rank in ranks))
-        order = pickle.dumps(_Order(work, args, spec, self._store.address, seconds))
+        order = pickle.dumps(_Order(work, args, spec, self._store.address, seconds, self.kind))
         pipes = {rank: self._living(rank).pipe for rank in ranks}
         for pipe in pipes.values():
             pipe.send_bytes(order)
@@ -127,11 +127,20 @@ class Peers:
 @pytest.fixture(scope="session")
 def peers() -> Peers:
     """One set of processes for all modules that import this fixture."""
-    return _shared_peers()
+    return shared_peers()
+
+
+@pytest.fixture(params=["tcp", "gloo"])
+def peers_of_each_kind(request: pytest.FixtureRequest) -> Iterator[Peers]:
+    """The same processes, once over each kind of group."""
+    shared = shared_peers()
+    shared.kind = request.param
+    yield shared
+    shared.kind = "tcp"
 
 
 @functools.cache
-def _shared_peers() -> Peers:
+def shared_peers() -> Peers:
     made = Peers()
     atexit.register(made.close)
     return made
@@ -167,17 +176,10 @@ def _serve(rank: int, pipe: Connection) -> None:
 def _answer(rank: int, pickled: bytes) -> bytes:
     try:
         order: _Order = pickle.loads(pickled)
-        group = _join(order, GlobalRank(rank))
+        group = join(order.kind, order.spec, GlobalRank(rank), order.store, order.seconds)
         try:
             return pickle.dumps((True, order.work(group, *order.args)))
         finally:
             group.close()
     except Exception as error:  # noqa: BLE001 - whatever it is, the test that asked for the work gets it
         return pickle.dumps((False, error))
-
-
-def _join(order: _Order, rank: GlobalRank) -> ExpertGroup:
-    """The group that the product gives this many peers."""
-    if len(order.spec) == 1:
-        return SoloGroup(order.spec, rank)
-    return GlooGroup(order.spec, rank, order.store, order.seconds)

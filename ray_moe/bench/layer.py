@@ -15,7 +15,8 @@ import torch.nn.functional as functional
 from ray_moe.bench.model import FFN, HIDDEN, NUM_EXPERTS, TOP_K
 from ray_moe.bench.report import Row
 from ray_moe.comm.agreement import StepRecord
-from ray_moe.comm.gloo import GlooGroup
+from ray_moe.comm.group import ExpertGroup
+from ray_moe.comm.join import join
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
 from ray_moe.comm.transports import transport_named
 from ray_moe.controlplane.solve import balanced, place, pool_capacity
@@ -52,7 +53,7 @@ def run() -> list[Row]:
 def _peer(rank: int, store: StoreAddress, rows: Queue[list[Row]]) -> None:
     torch.set_num_threads(1)
     placement = _placement()
-    group = GlooGroup(placement.group, GlobalRank(rank), store, DEADLINE_S)
+    group = join("tcp", placement.group, GlobalRank(rank), store, DEADLINE_S)
     record = StepRecord(0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0).to_tensor()
     measured: list[Row] = [_timed("step agreement", "gather", 0, lambda _: group.gather(record).result())]
     for transport in ("all_to_all_v", "all_gather_filter"):
@@ -107,7 +108,7 @@ def _placement() -> PlacementSnapshot:
     )
 
 
-def _layer(placement: PlacementSnapshot, group: GlooGroup, rank: int, transport: str) -> ExpertLayer:
+def _layer(placement: PlacementSnapshot, group: ExpertGroup, rank: int, transport: str) -> ExpertLayer:
     slots = SlotMap.compile(placement, placement.layers[0], GlobalRank(rank), torch.device("cpu"))
     capacity = max(slots.pool_slots) + 1
     header = HandleHeader(

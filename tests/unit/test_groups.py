@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
-from ray_moe.comm.gloo import GlooGroup
 from ray_moe.comm.group import ExpertGroup, Ticket
-from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
+from ray_moe.comm.join import join
+from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress, connect
 from ray_moe.comm.solo import SoloGroup
 from ray_moe.comm.transports import AllGatherFilter, AllToAllV, transport_named
 from ray_moe.errors import CollectiveError, ConfigError, CountMismatchError, DeadlineError, PlacementError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
 from tests.layers import ONE_PEER, spec_of
-from tests.peers import Peers, peers
+from tests.peers import Peers, shared_peers
+from tests.peers import peers_of_each_kind as peers
 
 __all__ = ["peers"]
+
+KINDS = ("tcp", "gloo")
 
 TRANSPORTS = ("all_to_all_v", "all_gather_filter")
 # Source by destination; a peer that sends nothing, one that receives nothing, pairs without rows.
@@ -169,19 +174,25 @@ def waits_for_stopped_peer(group: ExpertGroup, victim: int) -> str:
     group.gather(ints(1)).result()
     if group.peer_slot == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(CollectiveError) as late:
+
+    def two_steps() -> None:
+        # What the others sent before they gave up may still arrive at the stopped peer: it learns of it one call later.
         group.all_to_all_v(torch.ones(3, 2), [1, 1, 1], [1, 1, 1])
+        group.gather_counts(ints(1))
+
+    with pytest.raises(CollectiveError) as late:
+        two_steps()
     return str(late.value)
 
 
 def test_a_stopped_peer_costs_the_others_the_groups_deadline_and_no_more(peers: Peers) -> None:
     job = peers.start(waits_for_stopped_peer, 2, ranks=(0, 1, 2), seconds=2.0)
+    said = {"tcp": "peer slot 2 did not answer within 2 s", "gloo": "imed out"}[peers.kind]
     for message in job.results(0, 1):
-        assert message.startswith("all-to-all-v: ")
-        assert "imed out" in message
+        assert said in message
     peers.signal(2, signal.SIGCONT)
     (message,) = job.results(2)
-    assert message.startswith("all-to-all-v: ")
+    assert "(rank 2, epoch" in message
 
 
 def closes_with_a_gather_in_flight(group: ExpertGroup) -> str:
@@ -230,12 +241,13 @@ def test_a_group_closes_twice_and_then_refuses_every_call(peers: Peers, ranks: t
 def epochs_side_by_side(group: ExpertGroup, store: StoreAddress) -> list[list[list[int]]]:
     """Epoch 1001 has the peers in another order, 1002 leaves one out, and 1001 is built again as 1003 when closed."""
     me, got = group.spec.peers[group.peer_slot], []
-    turned = GlooGroup(spec_of((2, 0, 1), 1001), me, store, 60)
-    pair = GlooGroup(spec_of((2, 1), 1002), me, store, 60) if me.value else None
+    kind = type(group)
+    turned = kind(spec_of((2, 0, 1), 1001), me, store, 60)
+    pair = kind(spec_of((2, 1), 1002), me, store, 60) if me.value else None
     waiting: list[Ticket] = [each.gather(ints(me.value)) for each in (turned, group, pair) if each is not None]
     got += [ticket.result().tolist() for ticket in reversed(waiting)]
     turned.close()
-    rebuilt = GlooGroup(spec_of((0, 1, 2), 1003), me, store, 60)
+    rebuilt = kind(spec_of((0, 1, 2), 1003), me, store, 60)
     got += [each.gather_counts(ints(me.value)).tolist() for each in (rebuilt, group)]
     rebuilt.close()
     if pair is not None:
@@ -252,20 +264,24 @@ def test_several_epochs_live_side_by_side_and_can_be_rebuilt(peers: Peers) -> No
     assert got[1] == got[2] == [pair, plain, turned, plain, plain, pair]
 
 
-def test_an_epoch_that_a_peer_never_joins_is_an_error_at_the_deadline() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_epoch_that_a_peer_never_joins_is_an_error_at_the_deadline(kind: str, rank: int) -> None:
     store = RendezvousStore("127.0.0.1", 5)
-    with pytest.raises(CollectiveError, match=r"joining the group: .*\(rank 0, epoch 3\)"):
-        GlooGroup(spec_of((0, 1), 3), GlobalRank(0), store.address, 0.5)
+    with pytest.raises(CollectiveError, match=rf"joining the group: .*\(rank {rank}, epoch 3\)"):
+        join(kind, spec_of((0, 1), 3), GlobalRank(rank), store.address, 0.5)
 
 
-def test_a_store_that_does_not_answer_is_named() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_that_does_not_answer_is_named(kind: str) -> None:
     with pytest.raises(DeadlineError, match=r"rendezvous store 127\.0\.0\.1:9 .*ep-group-0/epoch-3"):
-        GlooGroup(spec_of((0, 1), 3), GlobalRank(0), StoreAddress("127.0.0.1", 9), 0.5)
+        join(kind, spec_of((0, 1), 3), GlobalRank(0), StoreAddress("127.0.0.1", 9), 0.5)
 
 
-def test_a_rank_without_a_seat_cannot_join() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_a_seat_cannot_join(kind: str) -> None:
     with pytest.raises(PlacementError, match="rank 5 has no seat"):
-        GlooGroup(spec_of((0, 1), 3), GlobalRank(5), StoreAddress("127.0.0.1", 9), 0.5)
+        join(kind, spec_of((0, 1), 3), GlobalRank(5), StoreAddress("127.0.0.1", 9), 0.5)
     with pytest.raises(PlacementError, match="rank 5 has no seat"):
         SoloGroup(ONE_PEER, GlobalRank(5))
 
@@ -312,3 +328,51 @@ def test_the_records_that_travel_survive_pickling() -> None:
     spec: ProcessGroupSpec = pickle.loads(pickle.dumps(spec_of((2, 0), 5)))
     assert spec == spec_of((2, 0), 5)
     assert pickle.loads(pickle.dumps(StoreAddress("h", 1))) == StoreAddress("h", 1)
+
+
+# -- TCP alone
+
+
+def more_than_the_connections_hold(group: ExpertGroup) -> bool:
+    """32 MiB to each peer at once, from both sides: nobody reads before everybody has begun to send."""
+    me, size = group.peer_slot, len(group.spec)
+    rows = torch.arange(size, dtype=torch.float32).repeat_interleave(2048)[:, None].expand(-1, 4096) + 10 * me
+    got = group.all_to_all_v(rows.contiguous(), [2048] * size, [2048] * size)
+    expected = (torch.arange(size, dtype=torch.float32) * 10 + me).repeat_interleave(2048)
+    return bool((got == expected[:, None]).all())
+
+
+def test_large_exchanges_do_not_wait_for_one_another(peers: Peers) -> None:
+    assert peers.run(more_than_the_connections_hold, ranks=(0, 1, 2)) == [True] * 3
+
+
+def other_sizes(group: ExpertGroup) -> str:
+    mine = 1 + group.peer_slot
+    with pytest.raises(CollectiveError) as refused:
+        group.all_to_all_v(torch.ones(2 * mine, 2), [mine, mine], [mine, mine])
+    return refused.value.detail
+
+
+def test_peers_that_expect_other_sizes_are_told_so_by_name() -> None:
+    first, second = shared_peers().run(other_sizes, ranks=(0, 1))
+    assert first == "peer slot 1 is at collective 1 with 16 bytes, this peer at 1 with 8"
+    # The second wants more than it is sent: it hears of it when the first gives the epoch up.
+    assert second in ("peer slot 0 closed its connection", "peer slot 0: Connection reset by peer")
+
+
+def test_a_stranger_at_the_door_is_turned_away_and_the_epoch_forms() -> None:
+    store = RendezvousStore("127.0.0.1", 20)
+    spec = spec_of((0, 1), 9)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(join, "tcp", spec, GlobalRank(0), store.address, 20)
+        members = connect(store.address, "ep-group-0/epoch-9", 20)
+        host, port = members.get("address-0").decode().split()
+        with socket.create_connection((host, int(port)), timeout=20) as stranger:
+            stranger.sendall(b"x" * 48)
+            assert stranger.recv(1) == b"", "the connection was closed on it"
+        second = pool.submit(join, "tcp", spec, GlobalRank(1), store.address, 20)
+        groups = [first.result(timeout=20), second.result(timeout=20)]
+    tickets = [group.gather(ints(group.peer_slot)) for group in groups]
+    assert [ticket.result().tolist() for ticket in tickets] == [[[0], [1]]] * 2
+    for group in groups:
+        group.close()
