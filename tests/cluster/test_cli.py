@@ -137,6 +137,7 @@ def _listens_outside(process: psutil.Process) -> list[str]:
     return [f"{process.name()} {found.laddr}" for found in sockets if not found.laddr.ip.endswith("127.0.0.1")]
 
 
+@pytest.mark.full
 def test_generate_brings_its_own_cluster_and_needs_no_tokenizer_for_token_ids(
     shell: Shell, family_dir: Callable[..., Path]
 ) -> None:
@@ -148,6 +149,7 @@ def test_generate_brings_its_own_cluster_and_needs_no_tokenizer_for_token_ids(
     assert_nothing_is_left(shell)
 
 
+@pytest.mark.full
 def test_ctrl_c_while_a_cluster_comes_up_ends_everything_and_exits_130(shell: Shell) -> None:
     process = shell.start("up", "--model", "tiny-moe", "--json")
     deadline = time.monotonic() + 60

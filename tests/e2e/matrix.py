@@ -59,6 +59,7 @@ class Cell:
     transport: str = "all_to_all_v"
     runner: str = "grouped"
     kv_blocks: int = 512
+    group: str = "tcp"
 
     def __str__(self) -> str:
         usual = Cell(self.model, self.peers, self.replicas)
@@ -74,6 +75,7 @@ class Cell:
             transport=self.transport,
             runner=self.runner,
             kv_blocks=self.kv_blocks,
+            group=self.group,
             audit_rate=1 / 16,
         )
 
@@ -93,6 +95,7 @@ OTHER_CELLS = tuple(
         Cell(model, 4, True, transport="all_gather_filter"),
         Cell(model, 4, True, runner="capacity_padded"),
         Cell(model, 2, False, kv_blocks=SCARCE_BLOCKS),
+        Cell(model, 4, True, group="gloo"),
     )
 )
 FULL_CELLS = USUAL_CELLS + OTHER_CELLS
@@ -109,6 +112,7 @@ class Row:
     transport: str
     runner: str
     kv_blocks: int
+    group: str
     requests: int
     tokens: int
     token_exact: bool
@@ -122,7 +126,8 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.model, self.peers, self.replicas, self.transport, self.runner, self.kv_blocks, self.load
+        cell = (self.model, self.peers, self.replicas, self.transport, self.runner, self.kv_blocks, self.group)
+        return (*cell, self.load)
 
 
 def keys(cells: Iterable[Cell]) -> list[tuple[object, ...]]:
