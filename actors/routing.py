@@ -58,19 +58,7 @@ class RoutingActor:
         """A lease on the active generation, with its header. `GenerationError` before the first publication."""
         lease = self._registry.acquire(holder)
         snapshot = self._registry.require_live(lease.generation)
-        header = HandleHeader(
-            release_id=snapshot.release_id,
-            checkpoint_version=snapshot.checkpoint_version.value,
-            placement_version=snapshot.version.value,
-            generation=snapshot.generation,
-            process_group_id=snapshot.group.process_group_id.value,
-            epoch=snapshot.group.epoch,
-            placement_digest=snapshot.digest,
-            abi=self._abi,
-            lease_id=lease.lease_id,
-            holder=holder,
-        )
-        return Grant(lease, header, snapshot)
+        return Grant(lease, HandleHeader.grant(lease, snapshot, self._abi), snapshot)
 
     async def release(self, lease: Lease) -> None:
         """Take a lease back, exactly once; `GenerationError` otherwise."""

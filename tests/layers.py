@@ -27,7 +27,7 @@ from ray_moe.identity import (
     ProcessGroupId,
     ReplicaId,
 )
-from ray_moe.placement import LayerPlacement, PlacementSnapshot, Slot
+from ray_moe.placement import LayerPlacement, Lease, PlacementSnapshot, Slot
 from ray_moe.routes import Routes
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
 
@@ -87,18 +87,8 @@ def slot_map(snapshot: PlacementSnapshot, rank: int) -> SlotMap:
 
 def header_of(snapshot: PlacementSnapshot, rank: int = 0, abi: HandleABI | None = None) -> HandleHeader:
     """The header that rank's lease on this placement grants."""
-    return HandleHeader(
-        release_id=snapshot.release_id,
-        checkpoint_version=snapshot.checkpoint_version.value,
-        placement_version=snapshot.version.value,
-        generation=snapshot.generation,
-        process_group_id=snapshot.group.process_group_id.value,
-        epoch=snapshot.group.epoch,
-        placement_digest=snapshot.digest,
-        abi=abi or HandleABI(),
-        lease_id=100 + rank,
-        holder=f"rank-{rank}",
-    )
+    lease = Lease(100 + rank, f"rank-{rank}", snapshot.generation, snapshot.group.epoch)
+    return HandleHeader.grant(lease, snapshot, abi or HandleABI())
 
 
 def swiglu(inner: Tensor) -> Tensor:

@@ -138,10 +138,7 @@ class OnePeer:
         }
         self._placed = candidate.with_digests(digests)
         lease = Lease(generation, "rank-0", generation, 0)
-        header = HandleHeader(
-            "alone-1", self.checkpoint.identity, f"v{generation}", generation, "alone", 0, self._placed.digest,
-            HandleABI(), generation, "rank-0",
-        )  # fmt: skip
+        header = HandleHeader.grant(lease, self._placed, HandleABI())
         return build_view(
             lease, header, self._placed, RANK, self.trunk, self.pool, self.transport,
             runner="grouped", policy="token_hash", counters=self.counters,

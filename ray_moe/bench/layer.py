@@ -26,7 +26,7 @@ from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import policy_named
 from ray_moe.dataplane.runners import LayerWeights, runner_named
 from ray_moe.identity import CheckpointVersion, GlobalRank, PlacementVersion, ProcessGroupId
-from ray_moe.placement import PlacementSnapshot
+from ray_moe.placement import Lease, PlacementSnapshot
 from ray_moe.routes import Routes
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
 
@@ -111,18 +111,7 @@ def _placement() -> PlacementSnapshot:
 def _layer(placement: PlacementSnapshot, group: ExpertGroup, rank: int, transport: str) -> ExpertLayer:
     slots = SlotMap.compile(placement, placement.layers[0], GlobalRank(rank), torch.device("cpu"))
     capacity = max(slots.pool_slots) + 1
-    header = HandleHeader(
-        placement.release_id,
-        placement.checkpoint_version.value,
-        placement.version.value,
-        placement.generation,
-        placement.group.process_group_id.value,
-        placement.group.epoch,
-        placement.digest,
-        HandleABI(),
-        lease_id=rank,
-        holder=f"rank-{rank}",
-    )
+    lease = Lease(rank, f"rank-{rank}", placement.generation, placement.group.epoch)
 
     def swiglu(rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
@@ -137,7 +126,7 @@ def _layer(placement: PlacementSnapshot, group: ExpertGroup, rank: int, transpor
         activation=swiglu,
     )
     return ExpertLayer(
-        header,
+        HandleHeader.grant(lease, placement, HandleABI()),
         slots,
         weights,
         transport_named(transport, group),

@@ -20,6 +20,7 @@ from torch import Tensor
 from ray_moe.dataplane.plan import Layout, Plan, expert_order
 from ray_moe.errors import ConfigError, IllegalTransitionError, StaleHandleError
 from ray_moe.kernels.reference import inverse_of
+from ray_moe.placement import Lease, PlacementSnapshot
 
 
 class State(Enum):
@@ -118,6 +119,27 @@ class HandleHeader:
     abi: HandleABI
     lease_id: int
     holder: str
+
+    @staticmethod
+    def grant(lease: Lease, snapshot: PlacementSnapshot, abi: HandleABI) -> HandleHeader:
+        """What `lease` entitles its holder to bind. `StaleHandleError` when it is on another generation or epoch."""
+        if (lease.generation, lease.epoch) != (snapshot.generation, snapshot.group.epoch):
+            raise StaleHandleError(
+                f"lease {lease.lease_id} is on generation {lease.generation} epoch {lease.epoch}, the placement is "
+                f"generation {snapshot.generation} epoch {snapshot.group.epoch}"
+            )
+        return HandleHeader(
+            release_id=snapshot.release_id,
+            checkpoint_version=snapshot.checkpoint_version.value,
+            placement_version=snapshot.version.value,
+            generation=snapshot.generation,
+            process_group_id=snapshot.group.process_group_id.value,
+            epoch=snapshot.group.epoch,
+            placement_digest=snapshot.digest,
+            abi=abi,
+            lease_id=lease.lease_id,
+            holder=lease.holder,
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -20,6 +20,7 @@ from ray_moe.dataplane.plan import agree_layout, layout_record, make_plan
 from ray_moe.dataplane.policies import TokenHash
 from ray_moe.errors import ConfigError, HandleError, IllegalTransitionError, StaleHandleError
 from ray_moe.identity import GlobalRank
+from ray_moe.placement import Lease
 from tests.layers import ONE_PEER, header_of, placement, random_routes, slot_map, spec_of
 
 SNAPSHOT = placement([(0, 0), (1, 0), (2, 0)], ONE_PEER, generation=17)
@@ -276,3 +277,9 @@ def test_a_header_travels_as_its_fields_and_is_digested_where_it_arrives() -> No
 def test_an_abi_that_nobody_can_speak_is_refused(change: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HandleABI(**change)
+
+
+def test_a_lease_on_another_generation_or_epoch_grants_no_header() -> None:
+    lease = Lease(1, "rank-0", SNAPSHOT.generation + 1, SNAPSHOT.group.epoch)
+    with pytest.raises(StaleHandleError, match="lease 1 is on generation 18 epoch 0, the placement is generation 17"):
+        HandleHeader.grant(lease, SNAPSHOT, HandleABI())
