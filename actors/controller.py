@@ -17,13 +17,13 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from ray_moe.actors.bringup import release_bundle, store_host, topology_of
 from ray_moe.actors.remote import create_expert, create_routing, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
 from ray_moe.comm.rendezvous import RendezvousStore
 from ray_moe.controlplane.generations import GenerationStatus
 from ray_moe.controlplane.solve import Assignment, balanced, fills, place, pool_capacity, retired_slots
-from ray_moe.dataplane.handle import HandleABI
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
@@ -31,7 +31,7 @@ from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.manifest import ClusterConfig, expand_replicas
 from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import CheckpointVersion, PlacementSnapshot, ReleaseBundle
-from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
 
 _LOG = logging.getLogger(__name__)
@@ -104,12 +104,13 @@ class ControllerActor:
         self._peers = {rank: create_expert(config, rank) for rank in range(config.peers)}
         facts: list[ModelFacts] = await self._all("load", self._model_path)
         self._facts = facts[0]
-        first = self._first_placement(facts[0])
+        nodes: list[str] = await self._all("node")
+        first = self._first_placement(facts[0], nodes)
         await self._all("allocate", self._capacity)
         verified = await self._fill(first, prior=None)
-        self._store = RendezvousStore("127.0.0.1", config.start_deadline_s)
+        self._store = RendezvousStore(store_host(nodes), config.start_deadline_s)
         await self._all("join", verified.group, self._store.address)
-        self._release = self._bundle(verified)
+        self._release = release_bundle(config, verified)
         await self._ask(self._routing.publish.remote(verified, self._release), "publish the first placement")
         await self._all("serve", self._routing, tuple(self._peers.values()))
 
@@ -121,7 +122,7 @@ class ControllerActor:
         check_supported(read_config(path, trust_remote_code=trust), path=path, trust_remote_code=trust)
         return path
 
-    def _first_placement(self, facts: ModelFacts) -> PlacementSnapshot:
+    def _first_placement(self, facts: ModelFacts, nodes: Sequence[str]) -> PlacementSnapshot:
         config = self._config
         ranks = tuple(GlobalRank(rank) for rank in self._peers)
         assignment = balanced(
@@ -135,7 +136,7 @@ class ControllerActor:
             assignment,
             generation=1,
             group=ProcessGroupSpec(ProcessGroupId(f"{config.name}-ep"), 0, ranks),
-            topology=Topology("topology-v1", (Domain("node-0", ranks),)),
+            topology=topology_of(ranks, nodes),
             prior=None,
             live=(),
         )
@@ -193,27 +194,6 @@ class ControllerActor:
         }
         return candidate.with_digests(digests)
 
-    def _bundle(self, snapshot: PlacementSnapshot) -> ReleaseBundle:
-        config, abi = self._config, HandleABI()
-        return ReleaseBundle(
-            release_id=snapshot.release_id,
-            checkpoint_version=snapshot.checkpoint_version,
-            checkpoint_digest=snapshot.checkpoint_version.value,
-            placement_generation=snapshot.version.value,
-            placement_digest=snapshot.digest,
-            topology_version=snapshot.topology.version,
-            process_group_generation=f"{snapshot.group.process_group_id}-e{snapshot.group.epoch}",
-            route_abi="ray_moe.routes/1",
-            dispatch_handle_abi=abi.handle_version,
-            precision_roles=(
-                ("dispatch", config.dtype),
-                ("combine", config.dtype),
-                ("gate", "router"),
-                ("gate_location", abi.gate_location),
-            ),
-            phase_backends=tuple((phase, f"{config.transport}+{config.runner}") for phase in ("prefill", "decode")),
-        )
-
     # ---- generations ----
 
     async def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
@@ -244,7 +224,7 @@ class ControllerActor:
                 live=live,
             )
             verified = await self._fill(candidate, prior)
-            bundle = replace(self._bundle(verified), release_id=prior.release_id)
+            bundle = replace(release_bundle(self._config, verified), release_id=prior.release_id)
             await self._ask(routing.publish.remote(verified, bundle), f"publish generation {verified.generation}")
             self._release = bundle
             await self._all("stage")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
 import torch
 from ray.actor import ActorHandle
 
@@ -281,6 +282,10 @@ class ExpertActor:
         self._loop.stop()
         thread = _present(serving.thread, "serve first")
         await self._beside(join_thread, thread, self._config.step_deadline_s, f"engine loop of rank {self._rank}")
+
+    async def node(self) -> str:
+        """The Ray node that this peer runs on."""
+        return str(ray.get_runtime_context().get_node_id())
 
     async def pid(self) -> int:
         """The process that this peer is."""

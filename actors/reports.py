@@ -45,6 +45,7 @@ class ClusterStatus:
     release_id: str
     generation: int
     epoch: int
+    group: str
     transport: str
     runner: str
     policy: str
@@ -70,6 +71,7 @@ def cluster_status(
         release_id=active.release_id,
         generation=min((peer.generation for peer in peers), default=active.generation),
         epoch=active.group.epoch,
+        group=config.group,
         transport=config.transport,
         runner=config.runner,
         policy=config.policy,

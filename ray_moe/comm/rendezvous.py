@@ -5,6 +5,7 @@ The store belongs to the controller's current incarnation; a group that is alrea
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,13 +23,22 @@ class StoreAddress:
 
 
 class RendezvousStore:
-    """The serving end, held by the controller. Port 0 picks a free one."""
+    """The serving end, held by the controller: on `host` alone, at a port of its own."""
 
     def __init__(self, host: str, seconds: float) -> None:
+        # Left to itself, torch's store would listen on every interface.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
         self._store = dist.TCPStore(
-            host, 0, None, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False
+            host,
+            port,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-        self.address = StoreAddress(host, self._store.port)
+        self.address = StoreAddress(host, port)
 
 
 def connect(address: StoreAddress, prefix: str, seconds: float) -> dist.Store:

@@ -39,7 +39,9 @@ def render_status(status: Mapping[str, Any]) -> RenderableType:
 def _headline(status: Mapping[str, Any]) -> Text:
     line = Text.assemble((status["name"], "bold"), " is ", _state(status["state"]), f"  {status['model']}")
     line.append(f"\nrelease {status['release_id']}, generation {status['generation']}, epoch {status['epoch']}, ")
-    line.append(f"{status['transport']} + {status['runner']}, replicas by {status['policy']}", style="dim")
+    line.append(
+        f"{status['group']} + {status['transport']} + {status['runner']}, replicas by {status['policy']}", style="dim"
+    )
     return line
 
 

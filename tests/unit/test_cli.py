@@ -296,6 +296,7 @@ STATUS = ClusterStatus(
     release_id="mine-0123456789ab",
     generation=2,
     epoch=0,
+    group="tcp",
     transport="all_to_all_v",
     runner="grouped",
     policy="token_hash",
