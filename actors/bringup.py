@@ -1,16 +1,30 @@
-"""What a new cluster is made of, beside its placement: topology, where its members meet, the release that it serves."""
+"""What a new cluster is made of, beside its placement: the model, where its members are and meet, the release."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import ray
 
 from ray_moe.dataplane.handle import HandleABI
 from ray_moe.identity import GlobalRank
 from ray_moe.manifest import ClusterConfig
+from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import PlacementSnapshot, ReleaseBundle
 from ray_moe.topology import Domain, Topology
+from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
+
+
+def find_model(config: ClusterConfig) -> Path:
+    """The model's folder. A model that cannot be served is refused here, before any peer exists.
+
+    Raises `ConfigError` and `UnsupportedModelError`.
+    """
+    path = tiny_moe_path() if config.model == TINY_MOE else resolve_model(config.model, revision=config.revision)
+    trust = config.trust_remote_code
+    check_supported(read_config(path, trust_remote_code=trust), path=path, trust_remote_code=trust)
+    return path
 
 
 def topology_of(ranks: Sequence[GlobalRank], nodes: Sequence[str]) -> Topology:

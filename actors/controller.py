@@ -17,7 +17,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.bringup import release_bundle, store_host, topology_of
+from ray_moe.actors.bringup import find_model, release_bundle, store_host, topology_of
 from ray_moe.actors.remote import create_expert, create_routing, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
@@ -29,10 +29,8 @@ from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
 from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.manifest import ClusterConfig, expand_replicas
-from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import CheckpointVersion, PlacementSnapshot, ReleaseBundle
 from ray_moe.topology import ProcessGroupSpec, Topology
-from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.5
@@ -48,7 +46,7 @@ class ClusterState(StrEnum):
     FAILED = "failed"
 
 
-# state -> {event: next}. DEGRADED: a peer died; its epoch is broken, calls fail by name, nothing is healed here.
+# state -> {event: next}. DEGRADED: the epoch is broken (a peer died, or failed); calls fail by name.
 CLUSTER_TABLE: dict[ClusterState, dict[str, ClusterState]] = {
     ClusterState.STARTING: {
         "serve": ClusterState.SERVING,
@@ -70,6 +68,7 @@ class ControllerActor:
         self._state = ClusterState.STARTING
         self._peers: dict[int, ActorHandle] = {}
         self._lost: dict[int, str] = {}
+        self._failure = ""  # why the epoch is broken although nobody died
         self._statuses: dict[int, EngineStatus] = {}
         self._routing: ActorHandle | None = None
         self._store: RendezvousStore | None = None
@@ -80,6 +79,7 @@ class ControllerActor:
         self._publishing = asyncio.Lock()
         self._starting: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Future[None] | None = None
 
     # ---- up ----
 
@@ -99,7 +99,7 @@ class ControllerActor:
 
     async def _start(self) -> None:
         config = self._config
-        self._model_path = await asyncio.to_thread(self._resolve)
+        self._model_path = await asyncio.to_thread(find_model, config)
         self._routing = create_routing(config)
         self._peers = {rank: create_expert(config, rank) for rank in range(config.peers)}
         facts: list[ModelFacts] = await self._all("load", self._model_path)
@@ -113,14 +113,6 @@ class ControllerActor:
         self._release = release_bundle(config, verified)
         await self._ask(self._routing.publish.remote(verified, self._release), "publish the first placement")
         await self._all("serve", self._routing, tuple(self._peers.values()))
-
-    def _resolve(self) -> Path:
-        """The model's folder; a model that cannot be served is refused here, before any peer exists."""
-        config = self._config
-        path = tiny_moe_path() if config.model == TINY_MOE else resolve_model(config.model, revision=config.revision)
-        trust = config.trust_remote_code
-        check_supported(read_config(path, trust_remote_code=trust), path=path, trust_remote_code=trust)
-        return path
 
     def _first_placement(self, facts: ModelFacts, nodes: Sequence[str]) -> PlacementSnapshot:
         config = self._config
@@ -205,6 +197,7 @@ class ControllerActor:
         goes on serving.
         """
         async with self._publishing:
+            await self._look_at_all()
             routing = self._require_serving()
             live: tuple[PlacementSnapshot, ...] = await self._ask(routing.live.remote(), "live generations")
             prior = live[-1]
@@ -252,21 +245,33 @@ class ControllerActor:
 
     async def _watch(self) -> None:
         while self._state in (ClusterState.SERVING, ClusterState.DEGRADED):
-            await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
-            if self._state is ClusterState.SERVING and not self._publishing.locked():
-                async with self._publishing:
-                    await self._retire()
+            try:
+                await self._look_at_all()
+                if self._state is ClusterState.SERVING and not self._publishing.locked():
+                    async with self._publishing:
+                        await self._retire()
+            except RayMoEError as error:
+                # The watch goes on whatever one round of it finds: a later peer's death must still be seen.
+                _LOG.warning("watching %s: %s", self._config.name, error)
             await asyncio.sleep(_TICK_S)
+
+    async def _look_at_all(self) -> None:
+        await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
 
     async def _look_at(self, rank: int) -> None:
         try:
-            self._statuses[rank] = await ray_await(
+            status: EngineStatus = await ray_await(
                 self._peers[rank].status.remote(), self._config.step_deadline_s, f"status of rank {rank}"
             )
         except RayActorError:
             await self._bury(rank, f"rank {rank} died")
         except DeadlineError as error:
             await self._bury(rank, f"rank {rank} does not answer: {error}")
+        else:
+            self._statuses[rank] = status
+            if status.failure and self._state is ClusterState.SERVING:
+                self._failure = status.failure
+                self._advance("lose_peer")
 
     async def _bury(self, rank: int, detail: str) -> None:
         """A peer is gone: its leases go back, and the survivors fail their calls now, not at the next deadline."""
@@ -276,11 +281,11 @@ class ControllerActor:
         self._lost[rank] = detail
         self._statuses.pop(rank, None)
         self._advance("lose_peer")
-        if self._routing is not None:
-            await self._ask(self._routing.bury.remote(f"rank-{rank}"), f"release the leases of rank {rank}")
         for other, peer in self._peers.items():
             if other not in self._lost:
                 peer.peer_lost.remote(detail)
+        if self._routing is not None:
+            await self._ask(self._routing.bury.remote(f"rank-{rank}"), f"release the leases of rank {rank}")
 
     # ---- questions ----
 
@@ -299,7 +304,7 @@ class ControllerActor:
         """A fresh look at peers, slots, generations and references."""
         if self._state not in (ClusterState.SERVING, ClusterState.DEGRADED) or self._routing is None:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
-        await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
+        await self._look_at_all()
         generations: tuple[GenerationStatus, ...] = await self._ask(self._routing.status.remote(), "registry")
         active: PlacementSnapshot = await self._ask(self._routing.active.remote(), "active generation")
         peers = tuple(self._statuses[rank] for rank in sorted(self._statuses))
@@ -313,7 +318,15 @@ class ControllerActor:
     # ---- down ----
 
     async def stop(self) -> None:
-        """End the engines at one agreed step, then every actor but this one. A peer that does not follow is killed."""
+        """End the engines at one agreed step, then every actor but this one. A peer that does not follow is killed.
+
+        Whoever asks again waits for the same end.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         in_step = self._state is ClusterState.SERVING
         if self._state is ClusterState.STARTING and self._starting is not None:
             self._starting.cancel()
@@ -346,7 +359,11 @@ class ControllerActor:
         return results
 
     async def _ask(self, ref: Any, what: str) -> Any:
-        return await ray_await(ref, self._config.start_deadline_s, what)
+        try:
+            return await ray_await(ref, self._config.start_deadline_s, what)
+        except RayActorError as error:
+            # Left as it is, our caller would take it for the death of this actor.
+            raise NotServingError(f"cluster {self._config.name!r}: {what}: the actor that was asked is gone") from error
 
     def _require_facts(self) -> ModelFacts:
         if self._facts is None:
@@ -354,10 +371,13 @@ class ControllerActor:
         return self._facts
 
     def _require_serving(self) -> ActorHandle:
+        status = next(iter(self._statuses.values()), None)
+        epoch, generation = (status.epoch, status.generation) if status else (0, 0)
         if self._lost:
             rank, detail = next(iter(self._lost.items()))
-            status = next(iter(self._statuses.values()), None)
-            raise PeerLostError(detail, rank, status.epoch if status else 0, status.generation if status else 0)
+            raise PeerLostError(detail, rank, epoch, generation)
+        if self._failure:
+            raise NotServingError(f"cluster {self._config.name!r}: epoch {epoch} is broken: {self._failure}")
         if self._state is not ClusterState.SERVING or self._routing is None:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         return self._routing

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import ray
 import torch
 from ray.actor import ActorHandle
+from transformers.utils.logging import disable_progress_bar
 
-from ray_moe.actors.mailbox import POLL_WAIT_S, Outlet, PostOffice
+from ray_moe.actors.mailbox import Outlet, PostOffice
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.join import join
 from ray_moe.comm.rendezvous import StoreAddress
@@ -89,6 +90,7 @@ class ExpertActor:
 
     def _load(self, model: Path) -> ModelFacts:
         config = self._config
+        disable_progress_bar()  # whoever starts the cluster draws its own
         self._progress = LoadProgress("trunk", 0, 1)
         self._trunk = load_trunk(
             model,
@@ -246,13 +248,13 @@ class ExpertActor:
             self._post_office.close(request.request_id)
             raise
 
-    async def poll(self, client: str) -> tuple[Delivery, ...]:
-        """What `client`'s requests have been given since its last poll; waits a while for the first item.
+    async def poll(self, client: str, wait: float) -> tuple[Delivery, ...]:
+        """What `client`'s requests have been given since its last poll; waits up to `wait` seconds for a first item.
 
         One call carries a whole step for all requests of a client: Ray's cost is per call, not per token. A client that
         stops polling is gone, and its requests are cancelled.
         """
-        return await self._post_office.mailbox(client).take(POLL_WAIT_S)
+        return await self._post_office.mailbox(client).take(wait)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request: its KV is free within one step. False when it does not run here."""

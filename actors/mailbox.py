@@ -17,7 +17,7 @@ from ray_moe.errors import DeadlineError, RequestError
 if TYPE_CHECKING:
     from ray_moe.engine.generation import GenerationView
 
-# A poll waits this long for a first item, then returns empty and is repeated.
+# A poll waits at most this long for a first item, then returns empty and is repeated.
 POLL_WAIT_S = 10.0
 # A client that has not polled for this long is gone.
 CLIENT_GONE_S = 40.0

@@ -54,10 +54,10 @@ def find_controller(cluster: str) -> ActorHandle:
         raise NotServingError(f"no cluster named {cluster!r} runs on this Ray cluster") from error
 
 
-def kill_cluster(cluster: str) -> None:
-    """End whatever actors of a cluster are left."""
+def kill_cluster(cluster: str, but: str = "") -> None:
+    """End whatever actors of a cluster are left, except the one named `but`."""
     for found in ray.util.list_named_actors(all_namespaces=True):
-        if found["namespace"] != NAMESPACE or found["name"].rpartition(".")[0] != cluster:
+        if found["namespace"] != NAMESPACE or found["name"].rpartition(".")[0] != cluster or found["name"] == but:
             continue
         try:
             actor = ray.get_actor(found["name"], namespace=NAMESPACE)

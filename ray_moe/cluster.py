@@ -78,6 +78,7 @@ def start(config: ClusterConfig, on_progress: OnProgress | None = None) -> Clust
     `config.start_deadline_s`; nothing is left running then.
     """
     controller = create_controller(config)
+    kill_cluster(config.name, but=f"{config.name}.controller")  # whom an earlier controller that was killed left behind
     cluster = Cluster(config.name, controller, config.start_deadline_s)
     deadline = Deadline(config.start_deadline_s)
     try:
@@ -88,6 +89,9 @@ def start(config: ClusterConfig, on_progress: OnProgress | None = None) -> Clust
                 on_progress(ray_get(controller.progress.remote(), deadline.left + 1, "progress"))
             pause(_POLL_S)
         ray_get(started, deadline.left + 1, f"start of cluster {config.name!r}")
+    except RayActorError as error:
+        cluster.stop()
+        raise NotServingError(f"cluster {config.name!r} was stopped while it started") from error
     except BaseException:
         # The controller ends its actors when its own start fails; here the caller was interrupted or ran out of time.
         cluster.stop()

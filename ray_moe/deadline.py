@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -98,11 +98,17 @@ def send(link: socket.socket, views: list[memoryview], what: str, rank: int, epo
 
 
 def ready(
-    reading: Iterable[socket.socket], writing: Iterable[socket.socket], seconds: float
+    reading: Sequence[socket.socket], writing: Sequence[socket.socket], seconds: float
 ) -> tuple[set[socket.socket], set[socket.socket]]:
     """The connections that can be read and written without waiting; both empty when none can within `seconds`."""
-    readable, writable, _ = select.select(list(reading), list(writing), [], max(0.0, seconds))
-    return set(readable), set(writable)
+    links = {link.fileno(): link for link in (*reading, *writing)}
+    poller = select.poll()
+    for number, link in links.items():
+        poller.register(number, select.POLLIN * (link in reading) | select.POLLOUT * (link in writing))
+    found = poller.poll(max(0.0, seconds) * 1000)
+    # An error or a hang-up counts as both: the call that follows says what it is.
+    readable = {links[number] for number, events in found if events & ~select.POLLOUT}
+    return readable, {links[number] for number, events in found if events & ~select.POLLIN}
 
 
 def after(done: int, views: list[memoryview]) -> list[memoryview]:

@@ -124,7 +124,6 @@ class ClusterConfig(Manifest):
     model: Annotated[str, Field(min_length=1)]
     revision: str | None = None
     trust_remote_code: bool = False
-
     peers: _Positive = 4
     spare_slots: _Natural = 0
     replicas: Annotated[

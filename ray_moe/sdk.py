@@ -117,8 +117,13 @@ class Client:
 
 @dataclass
 class _Open:
-    """One request of a link: where its deliveries go, the tokens still to come, when the last delivery came."""
+    """One request of a link: where its deliveries go, the tokens still to come, when the last delivery came.
 
+    `wire_id` names this submission to the peer: a caller may use a request id again while the peer still ends the last
+    request of that name.
+    """
+
+    wire_id: str
     deliveries: asyncio.Queue[Delivery]
     owed: int
     heard_at: float
@@ -130,6 +135,7 @@ class _Link:
     def __init__(self, rank: int, actor: ActorHandle, client: str, directory: Directory) -> None:
         self._rank, self._actor, self._client, self._config = rank, actor, client, directory.config
         self._open: dict[str, _Open] = {}
+        self._names: dict[str, str] = {}  # request id by wire id
         self._polling: asyncio.Task[None] | None = None
 
     @property
@@ -143,9 +149,11 @@ class _Link:
         if name in self._open:
             raise RequestError(f"request_id {name!r} is already running", "request_id")
         owed = len(request.prompt_ids) + request.params.max_tokens - len(request.prefix_ids)
-        opened = self._open[name] = _Open(asyncio.Queue(), owed, time.monotonic())
+        opened = _Open(f"{name}~{uuid.uuid4().hex[:12]}", asyncio.Queue(), owed, time.monotonic())
+        self._open[name], self._names[opened.wire_id] = opened, name
         try:
-            await self._ask(self._actor.submit.remote(self._client, request), f"submit of {name}")
+            submission = replace(request, request_id=opened.wire_id)
+            await self._ask(self._actor.submit.remote(self._client, submission), f"submit of {name}")
         except BaseException as error:
             # Whoever stops waiting for the answer (a cancelled task, a deadline) may leave a request that was admitted.
             refused = isinstance(error, (RequestError, NotServingError, PeerLostError))
@@ -157,20 +165,26 @@ class _Link:
 
     def forget(self, request: GenerateRequest, *, cancel: bool) -> None:
         """The caller is done with a request; `cancel` when the peer is not."""
-        if self._open.pop(request.request_id, None) is not None and cancel:
-            self._actor.cancel.remote(request.request_id)
+        opened = self._open.pop(request.request_id, None)
+        if opened is None:
+            return
+        del self._names[opened.wire_id]
+        if cancel:
+            self._actor.cancel.remote(opened.wire_id)
 
     def runs(self, request_id: str) -> bool:
         return request_id in self._open
 
     async def cancel(self, request_id: str) -> bool:
-        return bool(await self._ask(self._actor.cancel.remote(request_id), f"cancel of {request_id}"))
+        wire_id = self._open[request_id].wire_id
+        return bool(await self._ask(self._actor.cancel.remote(wire_id), f"cancel of {request_id}"))
 
     async def _poll(self) -> None:
         """Fetch until no request is left. When the peer is lost, every request of this link ends with its name."""
+        wait = min(POLL_WAIT_S, self._config.step_deadline_s / 2)  # so that a peer which hangs is noticed in time
         try:
             while self._open:
-                items = await self._ask(self._actor.poll.remote(self._client), f"poll of rank {self._rank}")
+                items = await self._ask(self._actor.poll.remote(self._client, wait), f"poll of rank {self._rank}")
                 now = time.monotonic()
                 for item in items:
                     self._sort(item, now)
@@ -181,9 +195,10 @@ class _Link:
                 opened.deliveries.put_nowait(Refusal(name, ours))
 
     def _sort(self, item: Delivery, now: float) -> None:
-        opened = self._open.get(item.request_id)
-        if opened is None:
+        name = self._names.get(item.request_id)
+        if name is None:  # of a submission that its caller has given up
             return
+        opened, item = self._open[name], replace(item, request_id=name)
         if isinstance(item, StreamRecord):
             opened.owed -= len(item.token_ids)
         opened.heard_at = now
@@ -198,8 +213,10 @@ class _Link:
                 opened.deliveries.put_nowait(Refusal(name, DeadlineError(f"next token of {name}", seconds)))
 
     async def _ask(self, ref: Any, what: str) -> Any:
+        peer = f"rank {self._rank} of cluster {self._config.name!r}"
         try:
-            return await ray_await(ref, self._config.step_deadline_s + POLL_WAIT_S, what)
+            return await ray_await(ref, self._config.step_deadline_s, what)
         except RayActorError as error:
-            name = self._config.name
-            raise PeerLostError(f"rank {self._rank} of cluster {name!r} died", self._rank, 0, 0) from error
+            raise PeerLostError(f"{peer} died", self._rank, 0, 0) from error
+        except DeadlineError as error:
+            raise PeerLostError(f"{peer} does not answer: {error}", self._rank, 0, 0) from error

@@ -95,7 +95,7 @@ def locate(address: str | None, name: str) -> Target:
         return target_of(record)
     running = running_ray()
     if running is None:
-        raise NotServingError(f"no cluster named {name!r} was started from here, and no Ray runs on this machine")
+        raise NotServingError(f"no cluster named {name!r} was started from here, and no Ray to attach to was found")
     return running
 
 

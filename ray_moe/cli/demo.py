@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_moe.cli.connection import attached, locate, serve_app
-from ray_moe.cli.generate import embedded, one_generation, ranks_document
+from ray_moe.cli.generate import Generated, embedded, one_generation, ranks_document
 from ray_moe.cli.head import free_ports
 from ray_moe.cli.lifecycle import status_document
 from ray_moe.cli.options import Address, AsJson, cluster_config
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import httpx
 
 _MESSAGES = [{"role": "user", "content": "Speak, what trade art thou?"}]
-_MAX_TOKENS = 48
+_MAX_TOKENS, _TEMPERATURE, _SEED = 64, 0.7, 1
 # Copies that routes are spread over: one expert in every layer, one in the first only.
 _REPLICAS = "*:3=2,0:7=3"
 _HTTP_S = 120.0
@@ -60,24 +60,33 @@ def demo(
                 seconds_chatting = time.monotonic() - asked
                 out.text("\n")
 
-                # The same conversation once more, as token ids: HTTP speaks text only.
+                # The same seed gives the same tokens again, here as ids: HTTP speaks text only. Then greedily, for the
+                # comparison with transformers.
                 tokenizer = load_tokenizer(model)
                 prompt_ids = render_chat(tokenizer, _MESSAGES)
-                greedy = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0)
-                made = asyncio.run(
-                    one_generation(cluster.directory(), prompt_ids, greedy, tokenizer, lambda piece: None)
-                )
+
+                def again(temperature: float) -> Generated:
+                    params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=temperature, seed=_SEED)
+                    return asyncio.run(
+                        one_generation(cluster.directory(), prompt_ids, params, tokenizer, lambda piece: None)
+                    )
+
+                made, greedy = again(_TEMPERATURE), again(0.0)
                 found = cluster.status()
                 out.show(render_status(status_document(found)))
             finally:
                 app.shutdown(config.name)
         out.say("the same prompt with transformers alone (fp32, eager experts)")
         expected = reference_tokens(model, prompt_ids, _MAX_TOKENS)
-        parity = made.token_ids == expected and made.text == text
+        parity = greedy.token_ids == expected and made.text == text
         tokens_per_s = len(made.token_ids) / seconds_chatting
         out.show(
             f"{len(made.token_ids)} tokens over HTTP, {tokens_per_s:.1f} tokens/s; "
-            + ("every one equals transformers'" if parity else f"transformers says {list(expected)}")
+            + (
+                f"greedily, all {len(expected)} tokens equal transformers'"
+                if parity
+                else f"parity failed: {list(greedy.token_ids)} and {made.text!r}, transformers says {list(expected)}"
+            )
         )
         out.result(
             {
@@ -89,6 +98,7 @@ def demo(
                 "generation": made.generation,
                 "tokens_per_s": round(tokens_per_s, 2),
                 "parity": parity,
+                "greedy_token_ids": list(greedy.token_ids),
                 "reference_token_ids": list(expected),
                 "ranks": ranks_document(found),
                 "replicas": replicas,
@@ -105,7 +115,8 @@ def _chat(url: str) -> Iterator[str]:
     """The pieces of a streamed chat completion (server-sent events of OpenAI's API)."""
     import httpx
 
-    body = {"model": TINY_MOE, "messages": _MESSAGES, "stream": True, "temperature": 0, "max_tokens": _MAX_TOKENS}
+    body = {"model": TINY_MOE, "messages": _MESSAGES, "stream": True, "max_tokens": _MAX_TOKENS}
+    body |= {"temperature": _TEMPERATURE, "seed": _SEED}
     # A proxy of the environment knows nothing about this machine's own ports.
     with (
         httpx.Client(trust_env=False, timeout=_HTTP_S) as client,

@@ -226,6 +226,7 @@ def _stop(target: Target, name: str, *, has_http: bool) -> bool:
     if not is_up(target):
         return False
     with attached(target):
+        from ray_moe.actors.remote import kill_cluster
         from ray_moe.cluster import connect
 
         if has_http:
@@ -233,6 +234,7 @@ def _stop(target: Target, name: str, *, has_http: bool) -> bool:
         try:
             connect(name).stop()
         except NotServingError:
+            kill_cluster(name)  # whom a controller that was killed left behind
             return False
     return True
 

@@ -23,7 +23,11 @@ Address = Annotated[
 Name = Annotated[str | None, typer.Option("--name", help="The cluster's name (default: default).")]
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="PATH|HUB_ID", help=f"The model; {TINY_MOE} is the one that ships with ray_moe."),
+    typer.Option(
+        "--model",
+        metavar="PATH|HUB_ID",
+        help=f"The model (required, here or in --config); {TINY_MOE} is the one that ships with ray_moe.",
+    ),
 ]
 Revision = Annotated[str | None, typer.Option("--revision", help="Revision of a hub model.")]
 Peers = Annotated[int | None, typer.Option("--peers", metavar="N", help="Expert actors (default: 4).")]

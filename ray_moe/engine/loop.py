@@ -34,6 +34,7 @@ from ray_moe.errors import (
     NotServingError,
     PeerLostError,
     RayMoEError,
+    RequestError,
     StaleHandleError,
 )
 from ray_moe.routes import Routes
@@ -259,6 +260,9 @@ class EngineLoop:
                 self.scheduler.submit(request)
             except RayMoEError as error:
                 self.outlet.deliver([Refusal(request.request_id, error)])
+            except Exception as error:  # noqa: BLE001 - one caller's nonsense must not end every peer's epoch
+                unreadable = RequestError(f"the request cannot be read: {error!r}")
+                self.outlet.deliver([Refusal(request.request_id, unreadable)])
 
         self.post(admit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal
 
 from ray_moe.engine.sampling import SamplingParams
@@ -153,9 +154,11 @@ class AdmissionLimits:
                 "max_tokens",
             )
         for param, ids in (("prompt", request.prompt_ids), ("prefix_ids", request.prefix_ids)):
-            outside = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-            if outside is not None:
-                raise RequestError(f"{param} holds token id {outside}; ids must be in [0, {self.vocab_size})", param)
+            for token in ids:
+                if not isinstance(token, Integral) or not 0 <= token < self.vocab_size:
+                    raise RequestError(
+                        f"{param} holds token id {token!r}; ids must be in [0, {self.vocab_size})", param
+                    )
         prefix = len(request.prefix_ids)
         if prefix >= params.max_tokens:
             raise RequestError(

@@ -134,8 +134,12 @@ def _run(experts: list[int]) -> str:
     return str(experts[0]) if len(experts) == 1 else f"{experts[0]}-{experts[-1]}"
 
 
+# An engine that sleeps has nothing to do and wakes with the next request.
+_WORDS = {"sleeping": "idle"}
+
+
 def _state(state: str) -> Text:
-    return Text(state, style=_STYLES.get(state, ""))
+    return Text(_WORDS.get(state, state), style=_STYLES.get(state, ""))
 
 
 def _table(title: str) -> Table:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -199,6 +200,30 @@ def test_a_request_out_of_bounds_is_refused_with_value_and_bound(
         asyncio.run(client.generate(prompt, params))
 
 
+def test_a_request_id_can_be_used_again_at_once_and_gets_its_own_tokens(cluster: Cluster) -> None:
+    client = Client(cluster.directory())
+    other = tuple(range(100, 130))
+
+    async def run() -> None:
+        expected = (await client.generate(other, GREEDY)).token_ids
+        for _ in range(5):
+            stream = client.stream(PROMPT, SamplingParams(max_tokens=400, temperature=0.0), request_id="again", peer=0)
+            await anext(stream)
+            await stream.aclose()
+            again = await client.generate(other, GREEDY, request_id="again", peer=0)
+            assert (again.token_ids, again.finish_reason) == (expected, "length")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("prompt", [("a", "b"), (40.0, 41.5), (None,)], ids=str)
+def test_a_prompt_that_is_no_token_ids_is_its_callers_problem_alone(cluster: Cluster, prompt: tuple[object]) -> None:
+    client = Client(cluster.directory())
+    with pytest.raises(RequestError, match="token id"):
+        asyncio.run(client.generate(prompt, GREEDY))  # type: ignore[arg-type]
+    assert len(asyncio.run(client.generate(PROMPT, GREEDY)).token_ids) == GREEDY.max_tokens
+
+
 def test_idle_peers_fall_asleep_and_wake_for_the_next_request(cluster: Cluster) -> None:
     until(lambda: all(peer.state == "sleeping" for peer in cluster.status().peers))
     steps = [peer.steps_agreed for peer in cluster.status().peers]
@@ -246,7 +271,35 @@ def test_a_killed_peer_fails_running_calls_by_name_and_later_ones_too(local_ray:
             running.directory()
         with pytest.raises((PeerLostError, NotServingError)):
             asyncio.run(Client(directory).generate(PROMPT, GREEDY, peer=0))
+        with pytest.raises(PeerLostError, match="rank 1 died"):
+            running.publish({})
     finally:
+        with ThreadPoolExecutor(2) as both:
+            for stopped in [both.submit(running.stop) for _ in range(2)]:
+                stopped.result(timeout=60)
+
+
+@pytest.mark.full
+def test_a_peer_that_hangs_fails_running_calls_by_name_within_the_step_deadline(local_ray: None) -> None:
+    running = clusters.start(ClusterConfig(name="hung", model=str(tiny_moe_path()), peers=2, step_deadline_s=4))
+    pid = 0
+    try:
+        client = Client(running.directory())
+        pid = _ask(ray.get_actor("hung.expert-1", namespace="ray_moe").pid.remote())
+
+        async def run() -> list[BaseException]:
+            params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+            streams = [asyncio.create_task(client.generate(PROMPT, params, peer=peer)) for peer in (0, 1)]
+            await asyncio.sleep(1.0)
+            os.kill(pid, signal.SIGSTOP)
+            return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), timeout=20)
+
+        survivor, stopped = asyncio.run(run())
+        assert isinstance(survivor, PeerLostError)
+        assert isinstance(stopped, PeerLostError)
+        assert "rank 1" in str(stopped)
+    finally:
+        os.kill(pid, signal.SIGCONT)
         running.stop()
 
 

@@ -148,7 +148,7 @@ def test_where_nothing_runs_that_is_said_with_exit_1(verb: list[str], capsys: py
     assert run([*verb, "--json"]) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["error"]["type"] == "NotServingError"
-    assert shown.err == "error: no cluster named 'default' was started from here, and no Ray runs on this machine\n"
+    assert shown.err == "error: no cluster named 'default' was started from here, and no Ray to attach to was found\n"
 
 
 def test_an_address_where_nothing_listens_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
