@@ -11,7 +11,7 @@ from ray_moe.bench.report import Row, show, write
 
 BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "engine": ("Tokens per second, 4 peers, beside transformers eager in one process", engine.run),
-    "layer": ("One MoE layer and the step agreement, 4 processes over Gloo", layer.run),
+    "layer": ("One MoE layer and the step agreement, 4 processes, over each group", layer.run),
 }
 
 

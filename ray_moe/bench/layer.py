@@ -1,4 +1,4 @@
-"""One MoE layer, and the step agreement, between real processes over Gloo: microseconds per call."""
+"""One MoE layer, and the step agreement, between real processes over each group: microseconds per call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = (0, 1, 64)
 
 
 def run() -> list[Row]:
-    """Rows of (what, transport, tokens per rank, p50, mean), as rank 0 sees them."""
+    """Rows of (what, group, transport, tokens per rank, p50, mean), as rank 0 sees them."""
     store = RendezvousStore("127.0.0.1", DEADLINE_S)
     context = multiprocessing.get_context("spawn")
     rows: Queue[list[Row]] = context.Queue()
@@ -52,29 +52,34 @@ def run() -> list[Row]:
 
 def _peer(rank: int, store: StoreAddress, rows: Queue[list[Row]]) -> None:
     torch.set_num_threads(1)
-    placement = _placement()
-    group = join("tcp", placement.group, GlobalRank(rank), store, DEADLINE_S)
+    measured: list[Row] = []
+    for epoch, kind in enumerate(("tcp", "gloo")):
+        placement = _placement(epoch)
+        group = join(kind, placement.group, GlobalRank(rank), store, DEADLINE_S)
+        measured += _over(group, placement, rank, kind)
+        group.close()
+    if rank == 0:
+        rows.put(measured)
+
+
+def _over(group: ExpertGroup, placement: PlacementSnapshot, rank: int, kind: str) -> list[Row]:
     record = StepRecord(0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0).to_tensor()
-    measured: list[Row] = [_timed("step agreement", "gather", 0, lambda _: group.gather(record).result())]
+    measured: list[Row] = [_timed("step agreement", kind, "gather", 0, lambda _: group.gather(record).result())]
     for transport in ("all_to_all_v", "all_gather_filter"):
         layer = _layer(placement, group, rank, transport)
         for tokens in TOKENS:
             hidden = torch.randn(tokens, HIDDEN)
             ids = torch.rand(tokens, NUM_EXPERTS).argsort(dim=1)[:, :TOP_K].contiguous()
-            routes = Routes(ids, torch.rand(tokens, TOP_K))
-
-            forward = partial(_forward, layer, hidden, routes)
-            measured.append(_timed("MoE layer", transport, tokens, forward))
-    if rank == 0:
-        rows.put(measured)
-    group.close()
+            forward = partial(_forward, layer, hidden, Routes(ids, torch.rand(tokens, TOP_K)))
+            measured.append(_timed("MoE layer", kind, transport, tokens, forward))
+    return measured
 
 
 def _forward(layer: ExpertLayer, hidden: torch.Tensor, routes: Routes, call: int) -> None:
     layer.forward(hidden, routes, Invocation(call, "bare"))
 
 
-def _timed(what: str, transport: str, tokens: int, call: Callable[[int], object]) -> Row:
+def _timed(what: str, group: str, transport: str, tokens: int, call: Callable[[int], object]) -> Row:
     with torch.inference_mode():
         for number in range(WARM_UP):
             call(number)
@@ -85,6 +90,7 @@ def _timed(what: str, transport: str, tokens: int, call: Callable[[int], object]
             seconds.append(time.perf_counter() - started)
     return {
         "what": what,
+        "group": group,
         "transport": transport,
         "tokens_per_rank": tokens,
         "p50_us": statistics.median(seconds) * 1e6,
@@ -92,7 +98,7 @@ def _timed(what: str, transport: str, tokens: int, call: Callable[[int], object]
     }
 
 
-def _placement() -> PlacementSnapshot:
+def _placement(epoch: int) -> PlacementSnapshot:
     ranks = tuple(GlobalRank(rank) for rank in range(PEERS))
     assignment = balanced({0: NUM_EXPERTS}, ranks, replicas={(0, 0): 2, (0, 5): 2}, spare_slots=0)
     return place(
@@ -101,7 +107,7 @@ def _placement() -> PlacementSnapshot:
         version=PlacementVersion("placement-v1"),
         release_id="bench",
         checkpoint=CheckpointVersion("random"),
-        group=ProcessGroupSpec(ProcessGroupId("bench"), 0, ranks),
+        group=ProcessGroupSpec(ProcessGroupId("bench"), epoch, ranks),
         topology=Topology("topology-v1", (Domain("node-0", ranks),)),
         prior=None,
         capacity=pool_capacity(assignment),
