@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
 from ray_moe.comm.rendezvous import RendezvousStore
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.controlplane.solve import Assignment, balanced, fills, place, pool_capacity, retired_slots
+from ray_moe.controlplane.solve import Assignment, PoolSlot, balanced, fills, place, pool_capacity, retired_slots
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
 from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.manifest import ClusterConfig, expand_replicas
-from ray_moe.placement import CheckpointVersion, PlacementSnapshot, ReleaseBundle
+from ray_moe.placement import CheckpointVersion, PlacementSnapshot
 from ray_moe.topology import ProcessGroupSpec, Topology
 
 _LOG = logging.getLogger(__name__)
@@ -75,7 +74,6 @@ class ControllerActor:
         self._facts: ModelFacts | None = None
         self._model_path = Path()
         self._capacity = 0
-        self._release: ReleaseBundle | None = None
         self._publishing = asyncio.Lock()
         self._starting: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -110,8 +108,8 @@ class ControllerActor:
         verified = await self._fill(first, prior=None)
         self._store = RendezvousStore(store_host(nodes), config.start_deadline_s)
         await self._all("join", verified.group, self._store.address)
-        self._release = release_bundle(config, verified)
-        await self._ask(self._routing.publish.remote(verified, self._release), "publish the first placement")
+        bundle = release_bundle(config, verified)
+        await self._ask(self._routing.publish.remote(verified, bundle), "publish the first placement")
         await self._all("serve", self._routing, tuple(self._peers.values()))
 
     def _first_placement(self, facts: ModelFacts, nodes: Sequence[str]) -> PlacementSnapshot:
@@ -199,6 +197,7 @@ class ControllerActor:
         async with self._publishing:
             await self._look_at_all()
             routing = self._require_serving()
+            await self._all("stage")  # whoever failed to stage the active generation does it now, before the next
             live: tuple[PlacementSnapshot, ...] = await self._ask(routing.live.remote(), "live generations")
             prior = live[-1]
             facts = self._require_facts()
@@ -217,9 +216,12 @@ class ControllerActor:
                 live=live,
             )
             verified = await self._fill(candidate, prior)
-            bundle = replace(release_bundle(self._config, verified), release_id=prior.release_id)
-            await self._ask(routing.publish.remote(verified, bundle), f"publish generation {verified.generation}")
-            self._release = bundle
+            bundle = release_bundle(self._config, verified)
+            try:
+                await self._ask(routing.publish.remote(verified, bundle), f"publish generation {verified.generation}")
+            except RayMoEError:
+                await self._free(retired_slots(verified, live))
+                raise
             await self._all("stage")
             return verified.generation
 
@@ -230,16 +232,19 @@ class ControllerActor:
         committed = min(status.steps_agreed for status in self._statuses.values())
         due: Retired = await self._ask(self._routing.retire_due.remote(committed), "retire generations")
         for snapshot in due.retired:
-            by_rank: dict[int, list[tuple[int, int]]] = {}
-            for rank, layer, pool_slot in retired_slots(snapshot, due.live):
-                by_rank.setdefault(rank.value, []).append((layer, pool_slot))
-            await asyncio.gather(
-                *(
-                    self._ask(self._peers[rank].free.remote(slots), f"free slots on rank {rank}")
-                    for rank, slots in by_rank.items()
-                    if rank not in self._lost
-                )
+            await self._free(retired_slots(snapshot, due.live))
+
+    async def _free(self, slots: Iterable[PoolSlot]) -> None:
+        by_rank: dict[int, list[tuple[int, int]]] = {}
+        for rank, layer, pool_slot in slots:
+            by_rank.setdefault(rank.value, []).append((layer, pool_slot))
+        await asyncio.gather(
+            *(
+                self._ask(self._peers[rank].free.remote(free), f"free slots on rank {rank}")
+                for rank, free in by_rank.items()
+                if rank not in self._lost
             )
+        )
 
     # ---- health ----
 

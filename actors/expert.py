@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +54,6 @@ class _Serving:
     transport: Transport
     loop: EngineLoop | None = None
     thread: threading.Thread | None = None
-    leases: dict[int, Grant] = field(default_factory=dict)
 
 
 class ExpertActor:
@@ -76,6 +75,7 @@ class ExpertActor:
         self._pool: SlotPool | None = None
         self._counters: dict[int, LayerCounters] = {}
         self._serving: _Serving | None = None
+        self._leases: dict[int, Grant] = {}  # by generation
         self._routing: ActorHandle | None = None
         self._peers: tuple[ActorHandle, ...] = ()
         self._post_office = PostOffice(cancel=lambda request_id: self._loop.cancel(request_id))
@@ -160,7 +160,7 @@ class ExpertActor:
         config, trunk = self._config, _present(self._trunk, "load the model first")
         serving = _present(self._serving, "join a group first")
         self._routing, self._peers = routing, tuple(peers)
-        view = await self._acquire_view()
+        view = await self._view_of(await self._acquire())
         serving.loop = EngineLoop(
             self._rank.value,
             trunk,
@@ -187,24 +187,35 @@ class ExpertActor:
     # ---- generations ----
 
     async def stage(self) -> int:
-        """Acquire a lease on the active generation and hold it ready; returns the generation.
+        """Acquire a lease on the active generation and hold it ready; returns the generation. May be asked again.
 
         It takes effect at the first step where every peer has staged it. Raises `StaleHandleError` when this peer's
         slots or epoch are not the placement's; the lease is then given back.
         """
-        view = await self._acquire_view()
+        grant = await self._acquire()
+        generation = grant.lease.generation
+        if generation in self._leases:
+            self._require_routing().release.remote(grant.lease)
+            return generation
+        view = await self._view_of(grant)
         try:
             self._loop.stage(view)
         except RayMoEError:
-            self._return_lease(view.lease.generation)
+            self._return_lease(generation)
             raise
-        return view.lease.generation
+        return generation
 
-    async def _acquire_view(self) -> GenerationView:
-        serving, routing = _present(self._serving, "join a group first"), _present(self._routing, "serve first")
-        deadline = self._config.step_deadline_s
-        grant: Grant = await ray_await(routing.acquire.remote(self._holder), deadline, f"lease for {self._holder}")
-        serving.leases[grant.lease.generation] = grant
+    async def _acquire(self) -> Grant:
+        routing, holder = self._require_routing(), self._holder
+        grant: Grant = await ray_await(
+            routing.acquire.remote(holder), self._config.step_deadline_s, f"lease for {holder}"
+        )
+        return grant
+
+    async def _view_of(self, grant: Grant) -> GenerationView:
+        """Compile what a lease grants; the lease is this peer's from here on, and goes back when that fails."""
+        serving = _present(self._serving, "join a group first")
+        self._leases[grant.lease.generation] = grant
         try:
             return await self._beside(self._compile, grant, serving.transport)
         except RayMoEError:
@@ -226,8 +237,7 @@ class ExpertActor:
         )
 
     def _return_lease(self, generation: int) -> None:
-        grant = _present(self._serving, "join a group first").leases.pop(generation)
-        _present(self._routing, "serve first").release.remote(grant.lease)
+        self._require_routing().release.remote(self._leases.pop(generation).lease)
 
     # ---- requests ----
 
@@ -325,6 +335,9 @@ class ExpertActor:
             resident_slots={layer: pool.capacity - len(pool.free_slots(layer)) for layer in pool.layers},
             trunk_has_experts=bool(experts),
         )
+
+    def _require_routing(self) -> ActorHandle:
+        return _present(self._routing, "serve first")
 
     @property
     def _holder(self) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_moe.cli.connection import attached, locate, serve_app
-from ray_moe.cli.generate import Generated, embedded, one_generation, ranks_document
+from ray_moe.cli.generate import embedded, one_generation, ranks_document
 from ray_moe.cli.head import free_ports
 from ray_moe.cli.lifecycle import status_document
 from ray_moe.cli.options import Address, AsJson, cluster_config
@@ -23,8 +23,10 @@ from ray_moe.models import TINY_MOE, tiny_moe_path
 if TYPE_CHECKING:
     import httpx
 
-_MESSAGES = [{"role": "user", "content": "Speak, what trade art thou?"}]
-_MAX_TOKENS, _TEMPERATURE, _SEED = 64, 0.7, 1
+    from ray_moe.actors.reports import Directory
+
+_MESSAGES = [{"role": "user", "content": "What newes from Rome, my Lord?"}]
+_MAX_TOKENS, _TEMPERATURE, _SEED = 64, 0.7, 0
 # Copies that routes are spread over: one expert in every layer, one in the first only.
 _REPLICAS = "*:3=2,0:7=3"
 _HTTP_S = 120.0
@@ -60,32 +62,28 @@ def demo(
                 seconds_chatting = time.monotonic() - asked
                 out.text("\n")
 
-                # The same seed gives the same tokens again, here as ids: HTTP speaks text only. Then greedily, for the
-                # comparison with transformers.
+                # The same seed gives the same tokens again, here as ids: HTTP speaks text only. Then greedily, on every
+                # peer at once, for the comparison with transformers.
                 tokenizer = load_tokenizer(model)
                 prompt_ids = render_chat(tokenizer, _MESSAGES)
-
-                def again(temperature: float) -> Generated:
-                    params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=temperature, seed=_SEED)
-                    return asyncio.run(
-                        one_generation(cluster.directory(), prompt_ids, params, tokenizer, lambda piece: None)
-                    )
-
-                made, greedy = again(_TEMPERATURE), again(0.0)
+                directory = cluster.directory()
+                sampled = SamplingParams(max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE, seed=_SEED)
+                made = asyncio.run(one_generation(directory, prompt_ids, sampled, tokenizer, lambda piece: None))
+                greedy = asyncio.run(_on_every_peer(directory, prompt_ids))
                 found = cluster.status()
                 out.show(render_status(status_document(found)))
             finally:
                 app.shutdown(config.name)
         out.say("the same prompt with transformers alone (fp32, eager experts)")
         expected = reference_tokens(model, prompt_ids, _MAX_TOKENS)
-        parity = greedy.token_ids == expected and made.text == text
+        parity = all(tokens == expected for tokens in greedy) and made.text == text
         tokens_per_s = len(made.token_ids) / seconds_chatting
         out.show(
             f"{len(made.token_ids)} tokens over HTTP, {tokens_per_s:.1f} tokens/s; "
             + (
-                f"greedily, all {len(expected)} tokens equal transformers'"
+                f"greedily, all {len(expected)} tokens of each peer equal transformers'"
                 if parity
-                else f"parity failed: {list(greedy.token_ids)} and {made.text!r}, transformers says {list(expected)}"
+                else f"parity failed: {greedy} and {made.text!r}, transformers says {expected}"
             )
         )
         out.result(
@@ -98,7 +96,7 @@ def demo(
                 "generation": made.generation,
                 "tokens_per_s": round(tokens_per_s, 2),
                 "parity": parity,
-                "greedy_token_ids": list(greedy.token_ids),
+                "greedy_token_ids_by_peer": [list(tokens) for tokens in greedy],
                 "reference_token_ids": list(expected),
                 "ranks": ranks_document(found),
                 "replicas": replicas,
@@ -109,6 +107,16 @@ def demo(
         )
     if not parity:
         raise typer.Exit(1)
+
+
+async def _on_every_peer(directory: Directory, prompt_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """The prompt's greedy tokens, from each peer, all at the same time."""
+    from ray_moe.engine.sampling import SamplingParams
+    from ray_moe.sdk import Client
+
+    client, params = Client(directory), SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0)
+    each = (client.generate(prompt_ids, params, peer=peer) for peer in range(len(directory.peers)))
+    return [made.token_ids for made in await asyncio.gather(*each)]
 
 
 def _chat(url: str) -> Iterator[str]:

@@ -162,10 +162,22 @@ def generation_document(made: Generated, found: ClusterStatus) -> dict[str, Any]
 
 
 def ranks_document(found: ClusterStatus) -> list[dict[str, Any]]:
-    """Per rank, from the layers' own counters: experts held by layer, rows computed here for others and elsewhere."""
-    counters = ("rank", "rows_sent", "rows_received", "rows_local", "steps_agreed", "trunk_has_experts")
+    """Per rank, from the layers' own counters: experts held by layer, and rows that crossed to another peer.
+
+    `rows_dispatched` went out to be computed elsewhere, `rows_computed` came in for the experts here; each of them
+    returns, so `rows_sent` and `rows_received` count both ways. `rows_local` never left.
+    """
     return [
-        {name: getattr(peer, name) for name in counters}
+        {
+            "rank": peer.rank,
+            "rows_sent": peer.rows_sent + peer.rows_received,
+            "rows_received": peer.rows_received + peer.rows_sent,
+            "rows_dispatched": peer.rows_sent,
+            "rows_computed": peer.rows_received,
+            "rows_local": peer.rows_local,
+            "steps_agreed": peer.steps_agreed,
+            "trunk_has_experts": peer.trunk_has_experts,
+        }
         | {"resident_slots": {str(layer): slots for layer, slots in sorted(peer.resident_slots.items())}}
         for peer in found.peers
     ]

@@ -44,7 +44,7 @@ from ray_moe.routes import Routes
 # asleep at the same one.
 _IDLE_STEPS_BEFORE_SLEEP = 24
 _IDLE_FIRST_S, _IDLE_LONGEST_S = 0.001, 0.05
-# A sleeping peer looks up this often; nothing depends on it but a lost wake-up.
+# A sleeping peer wakes by itself this often, and wakes the others: a lost wake-up costs no more than this.
 _SLEEP_HEARTBEAT_S = 30.0
 
 
@@ -246,8 +246,7 @@ class EngineLoop:
 
     def _sleep(self) -> None:
         self._advance("sleep")
-        while not wait_event(self._wake, _SLEEP_HEARTBEAT_S):
-            continue
+        wait_event(self._wake, _SLEEP_HEARTBEAT_S)
         self._advance("wake")
 
     # ---- from other threads ----

@@ -372,8 +372,10 @@ def test_ranks_hold_the_layers_own_counters() -> None:
         {
             "rank": 0,
             "resident_slots": {"0": 3, "1": 4},
-            "rows_sent": 1002,
-            "rows_received": 1003,
+            "rows_sent": 2005,
+            "rows_received": 2005,
+            "rows_dispatched": 1002,
+            "rows_computed": 1003,
             "rows_local": 1001,
             "steps_agreed": 40,
             "trunk_has_experts": False,
