@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 # A demonstration, a test or a benchmark reports nothing to anybody.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-full check lint format-check types bench install clean
+.PHONY: demo test test-full gpu-test check lint format-check types bench install clean
 
 demo: install
 	@.venv/bin/ray-moe demo $(ARGS)
@@ -23,6 +23,10 @@ test: install
 
 test-full: install
 	@.venv/bin/python -m pytest -m "not gpu" $(ARGS)
+
+# On a CUDA host, with the Python there that has torch, transformers and pytest; no Ray and no .venv is needed.
+gpu-test:
+	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
 check: lint format-check types test
 
