@@ -130,7 +130,7 @@ def peers() -> Peers:
     return shared_peers()
 
 
-@pytest.fixture(params=["tcp", "gloo"])
+@pytest.fixture(scope="module", params=["tcp", "gloo"])
 def peers_of_each_kind(request: pytest.FixtureRequest) -> Iterator[Peers]:
     """The same processes, once over each kind of group."""
     shared = shared_peers()

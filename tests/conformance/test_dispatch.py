@@ -30,7 +30,8 @@ from ray_moe.routes import Routes
 from ray_moe.topology import ProcessGroupSpec
 from tests.conformance.test_placement_v17 import INPUTS, ROUTES, SNAPSHOT, routes_of
 from tests.layers import header_of, named, placement, slot_map, spec_of
-from tests.peers import Peers, peers
+from tests.peers import Peers
+from tests.peers import peers_of_each_kind as peers
 
 __all__ = ["peers"]
 

@@ -353,7 +353,8 @@ def other_sizes(group: ExpertGroup) -> str:
     return refused.value.detail
 
 
-def test_peers_that_expect_other_sizes_are_told_so_by_name() -> None:
+def test_peers_that_expect_other_sizes_are_told_so_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_peers(), "kind", "tcp")
     first, second = shared_peers().run(other_sizes, ranks=(0, 1))
     assert first == "peer slot 1 is at collective 1 with 16 bytes, this peer at 1 with 8"
     # The second wants more than it is sent: it hears of it when the first gives the epoch up.
