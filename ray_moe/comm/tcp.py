@@ -29,6 +29,8 @@ from ray_moe.topology import ProcessGroupSpec
 _HEADER = struct.Struct("<qq")
 _HELLO = struct.Struct("<32sqq")
 _PAYLOAD, _CONTROL = 0, 1
+# A member says its hello with its first packet; who is silent for longer is none.
+_HELLO_S = 5.0
 # A line of counts is far below this; a longer one is no line of counts.
 _LONGEST_LINE = 1 << 20
 
@@ -245,12 +247,7 @@ def _join(
             while sum(map(len, links)) < 2 * (len(spec) - 1):
                 listener.settimeout(deadline.left + 0.1)
                 link, _ = listener.accept()
-                link.settimeout(deadline.left + 0.1)
-                hello = bytearray(_HELLO.size)
-                views = [memoryview(hello)]
-                while views:
-                    views = receive(link, views, "a joining peer", rank, spec.epoch)
-                known, peer, channel = _HELLO.unpack(hello)
+                known, peer, channel = _hello(link, min(deadline.left, _HELLO_S) + 0.1)
                 if not secrets.compare_digest(known, secret) or peer not in range(mine + 1, len(spec)):
                     link.close()  # a stranger
                     continue
@@ -260,6 +257,20 @@ def _join(
             link.close()
         raise CollectiveError(f"joining the group: {error}", rank, spec.epoch) from error
     return links
+
+
+def _hello(link: socket.socket, seconds: float) -> tuple[bytes, int, int]:
+    """Secret, peer slot and channel of whoever calls; a secret that fits nobody when it says nothing in time."""
+    link.settimeout(seconds)
+    hello = bytearray(_HELLO.size)
+    views = [memoryview(hello)]
+    try:
+        while views:
+            views = receive(link, views, "a caller", -1, -1)
+    except CollectiveError:
+        return b"", -1, -1
+    secret, peer, channel = _HELLO.unpack(hello)
+    return secret, peer, channel
 
 
 def _own_address(store: StoreAddress) -> str:

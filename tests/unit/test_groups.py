@@ -269,7 +269,7 @@ def test_several_epochs_live_side_by_side_and_can_be_rebuilt(peers: Peers) -> No
 def test_an_epoch_that_a_peer_never_joins_is_an_error_at_the_deadline(kind: str, rank: int) -> None:
     store = RendezvousStore("127.0.0.1", 5)
     with pytest.raises(CollectiveError, match=rf"joining the group: .*\(rank {rank}, epoch 3\)"):
-        join(kind, spec_of((0, 1), 3), GlobalRank(rank), store.address, 0.5)
+        join(kind, spec_of((0, 1), 3), GlobalRank(rank), store.address, 2.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
