@@ -125,6 +125,73 @@ class CountMismatchError(HandleError):
     """Peers disagree about counts or headers; raised on every peer before any payload moves."""
 
 
+class EvidenceError(RayMoEError, TypeError):
+    """A number was used as evidence of something that it does not show (specification 0x03D)."""
+
+
+class CompletionError(HandleError):
+    """An event or a buffer was used before what it waits for is complete (specification 0x03D4, 0x03D5).
+
+    `reason` is one of released_before_last_reader, missing_dependency, cycle, epoch_before_dependency,
+    live_alias_overlap, already_complete, unknown_buffer.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class StageError(HandleError):
+    """A dispatcher was called out of its four-stage order, or with the rows of another mode (specification 0x06F)."""
+
+
+class RunnerError(RayMoEError):
+    """A runner cannot execute these segments as they are; `reason` says why, and nothing was dropped."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class TopologyError(PlacementError):
+    """Ranks, nodes, relays and groups that contradict one another (specification 0x07); `reason` names the clause."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class ScheduleError(RayMoEError):
+    """A schedule that its dependencies, streams, durations or buffers forbid; `reasons` names every kind found."""
+
+    def __init__(self, reasons: Sequence[str], detail: str) -> None:
+        super().__init__(tuple(reasons), detail)
+        self.reasons, self.detail = tuple(reasons), detail
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.reasons)}: {self.detail}"
+
+
+class BindingError(HandleError):
+    """An executable's binding was used outside its generation, its buffers or its step (specification 0x05C)."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
 class GenerationError(RayMoEError):
     """The placement registry refuses an operation on a generation."""
 

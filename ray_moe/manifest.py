@@ -1,4 +1,4 @@
-"""The files that people and tools write and read: cluster configuration, placement manifest, release manifest.
+"""The documents that people and tools write and read: placement, topology and release manifests.
 
 This is an edge: pydantic checks what comes in, and the frozen records of `ray_moe.placement` go on from here. Every
 refusal is one `ConfigError` on one line that names the field, the value and the bound.
@@ -7,9 +7,7 @@ refusal is one `ConfigError` on one line that names the field, the value and the
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
@@ -26,19 +24,16 @@ from ray_moe.identity import (
     ReplicaId,
 )
 from ray_moe.placement import LayerPlacement, PlacementSnapshot, ReleaseBundle, ShardCoordinate, Slot
-from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from ray_moe.topology import Domain, GroupBinding, GroupKind, NicPath, ProcessGroupSpec, Topology, TopologyGroups
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser, where PyYAML was built with it
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 _T = TypeVar("_T")
 # JSON and YAML know only lists; the records hold tuples.
-_Tuple = Annotated[tuple[_T, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
-_Natural = Annotated[int, Field(ge=0)]
-_Positive = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(gt=0)]
-
-_REPLICA = re.compile(r"(\*|-?\d+)\s*:\s*(-?\d+)\s*=\s*(-?\d+)", re.ASCII)
+AsTuple = Annotated[tuple[_T, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 class Manifest(BaseModel):
@@ -63,7 +58,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def from_yaml(cls, text: str, source: str = "") -> Self:
-        return cls.parse(_read_yaml(text, source), source)
+        return cls.parse(read_yaml(text, source), source)
 
     def to_json(self, indent: int | None = 2) -> str:
         return self.model_dump_json(indent=indent, exclude_none=True)
@@ -72,169 +67,161 @@ class Manifest(BaseModel):
         return yaml.dump(self.model_dump(mode="json", exclude_none=True), Dumper=_Dumper, sort_keys=False)
 
 
-# -- Cluster configuration
+# -- Topology manifest (specification 0x07A, 0x07G)
 
 
-class ReplicaRequest(Manifest):
-    """`count` copies in all (the first one included) of a logical expert, in one layer or in every MoE layer ("*")."""
-
-    layer: Annotated[int | Literal["*"], BeforeValidator(lambda given: _layer_from(given))]
-    expert: _Natural
-    count: _Positive
+class NicManifest(Manifest):
+    rank: Natural
+    nic_id: str
+    via_rank: Natural | None = None
 
 
-def parse_replicas(text: str) -> tuple[ReplicaRequest, ...]:
-    """Read "LAYER:EXPERT=COUNT,..."; LAYER may be "*" for every MoE layer. An empty text asks for nothing.
+class DomainManifest(Manifest):
+    """One node. `relay_rank` is its first member, and its fabric and NICs are not stated, where they are left out."""
 
-    >>> parse_replicas("0:3=2")
-    (ReplicaRequest(layer=0, expert=3, count=2),)
-    """
-    requests = []
-    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
-        match = _REPLICA.fullmatch(part)
-        if match is None:
-            raise ConfigError(
-                f"replicas: {part!r} is not LAYER:EXPERT=COUNT in whole numbers, for example 0:3=2 or *:3=2"
-            )
-        layer, expert, count = match.groups()
-        values = {"layer": layer if layer == "*" else int(layer), "expert": int(expert), "count": int(count)}
-        requests.append(ReplicaRequest.parse(values, f"replicas {part!r}"))
-    return tuple(requests)
+    domain_id: str
+    member_ranks: AsTuple[Natural]
+    relay_rank: Natural | None = None
+    fabric_domain: str | None = None
+    nics: AsTuple[NicManifest] | None = None
 
 
-def expand_replicas(requests: Iterable[ReplicaRequest], layers: Iterable[int]) -> dict[tuple[int, int], int]:
-    """Copies by (layer, expert), with "*" written out over `layers`; a layer named by number wins over "*".
+class GroupManifest(Manifest):
+    """One group in one collective epoch; `peers` are global ranks in peer-slot order."""
 
-    Raises `ConfigError` when two requests name the same layer and expert. Whether these exist is the solver's check.
-    """
-    asked: dict[tuple[int | str, int], int] = {}
-    for request in requests:
-        if (request.layer, request.expert) in asked:
-            raise ConfigError(f"replicas: layer {request.layer} expert {request.expert} is asked for twice")
-        asked[request.layer, request.expert] = request.count
-    layers = tuple(layers)
-    everywhere = {(layer, expert): count for (at, expert), count in asked.items() if at == "*" for layer in layers}
-    return everywhere | {(at, expert): count for (at, expert), count in asked.items() if isinstance(at, int)}
+    process_group_id: str
+    kind: Annotated[GroupKind, Field(strict=False)]
+    domain_id: str | None = None
+    epoch: Natural
+    peers: AsTuple[Natural]
 
 
-class ClusterConfig(Manifest):
-    """Everything that `ray-moe up` decides. Times are seconds; `spare_slots` are per peer and MoE layer."""
+class TopologyManifest(Manifest):
+    """A topology as a document; with `groups`, those of one `collective_epoch`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
-    model: Annotated[str, Field(min_length=1)]
-    revision: str | None = None
-    trust_remote_code: bool = False
-    peers: _Positive = 4
-    spare_slots: _Natural = 0
-    replicas: Annotated[
-        _Tuple[ReplicaRequest],
-        BeforeValidator(lambda given: parse_replicas(given) if isinstance(given, str) else given),
-    ] = ()
-    cpus_per_peer: Annotated[float, Field(ge=0)] = 0.25
-
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
-    kv_blocks: _Positive = 512
-    block_size: _Positive = 16
-    max_prefill_tokens: _Positive = 256
-    max_decode_rows: _Positive = 64
-
-    group: Literal["tcp", "gloo"] = "tcp"
-    transport: Literal["all_to_all_v", "all_gather_filter"] = "all_to_all_v"
-    runner: Literal["grouped", "capacity_padded"] = "grouped"
-    policy: Literal["token_hash", "locality_first", "least_load", "round_robin", "queue_aware"] = "token_hash"
-
-    step_deadline_s: _Seconds = 30.0
-    start_deadline_s: _Seconds = 300.0
-    request_deadline_s: _Seconds = 600.0
-    audit_rate: Annotated[float, Field(ge=0, le=1)] = 1 / 256
-    final_after_steps: _Natural = 1
-
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    version: str
+    domains: AsTuple[DomainManifest]
+    collective_epoch: Natural | None = None
+    groups: AsTuple[GroupManifest] | None = None
 
     @model_validator(mode="after")
-    def _carried(self) -> Self:
-        if self.peers > 1 and self.device == "cuda":
-            raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
+    def _groups_have_an_epoch(self) -> Self:
+        if self.groups is not None and self.collective_epoch is None:
+            raise ValueError(f"collective_epoch: required with groups, of which there are {len(self.groups)}")
         return self
 
+    @classmethod
+    def from_topology(cls, topology: Topology, groups: TopologyGroups | None = None) -> TopologyManifest:
+        """The document of a topology, and of groups bound to it."""
+        return cls(
+            version=topology.version,
+            domains=tuple(map(_domain_document, topology.domains)),
+            collective_epoch=None if groups is None else groups.epoch,
+            groups=None if groups is None else tuple(map(_group_document, groups.bindings)),
+        )
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
-    """Read a YAML (or JSON) file; `overrides` replace its fields, and the result is checked as one.
+    def to_topology(self) -> Topology:
+        """The frozen record; its own validation applies (`TopologyError`)."""
+        return Topology(self.version, tuple(_domain_record(domain) for domain in self.domains))
 
-    Raises `ConfigError` naming the file, and the field, value and bound where the file could be read.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    values = _read_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a cluster configuration is a mapping of fields, found {type(values).__name__}")
-    return ClusterConfig.parse({**values, **(overrides or {})}, str(path))
+    def to_groups(self) -> TopologyGroups:
+        """The groups, checked against the topology (`TopologyError`); without `groups` there are none to bind."""
+        bindings = tuple(_group_record(group) for group in self.groups or ())
+        return TopologyGroups(self.to_topology(), self.collective_epoch or 0, bindings)
+
+
+def _domain_document(domain: Domain) -> DomainManifest:
+    nics = tuple(
+        NicManifest(rank=path.rank.value, nic_id=path.nic_id, via_rank=_value(path.via)) for path in domain.nics
+    )
+    return DomainManifest(
+        domain_id=domain.domain_id,
+        member_ranks=tuple(rank.value for rank in domain.member_ranks),
+        relay_rank=_value(domain.relay_rank),
+        fabric_domain=domain.fabric_domain or None,
+        nics=nics or None,
+    )
+
+
+def _domain_record(domain: DomainManifest) -> Domain:
+    nics = tuple(NicPath(GlobalRank(nic.rank), nic.nic_id, _rank(nic.via_rank)) for nic in domain.nics or ())
+    relay, fabric = _rank(domain.relay_rank), domain.fabric_domain or ""
+    return Domain(domain.domain_id, _ranks(domain.member_ranks), relay, fabric, nics)
+
+
+def _group_document(binding: GroupBinding) -> GroupManifest:
+    return GroupManifest(
+        process_group_id=binding.spec.process_group_id.value,
+        kind=binding.kind,
+        domain_id=binding.domain_id,
+        epoch=binding.spec.epoch,
+        peers=tuple(rank.value for rank in binding.spec.peers),
+    )
+
+
+def _group_record(group: GroupManifest) -> GroupBinding:
+    spec = ProcessGroupSpec(ProcessGroupId(group.process_group_id), group.epoch, _ranks(group.peers))
+    return GroupBinding(group.kind, spec, group.domain_id)
+
+
+def _ranks(values: tuple[int, ...]) -> tuple[GlobalRank, ...]:
+    return tuple(GlobalRank(value) for value in values)
+
+
+def _value(rank: GlobalRank | None) -> int | None:
+    return None if rank is None else rank.value
+
+
+def _rank(value: int | None) -> GlobalRank | None:
+    return None if value is None else GlobalRank(value)
 
 
 # -- Placement manifest (specification 0x02B2)
 
 
 class ShardManifest(Manifest):
-    index: _Natural = 0
-    count: _Positive = 1
+    index: Natural = 0
+    count: Positive = 1
 
 
 class SlotManifest(Manifest):
     """One physical slot. `checkpoint_version` is written only in a file whose slots could disagree about it."""
 
     physical_slot_id: str
-    logical_expert_id: _Natural
+    logical_expert_id: Natural
     replica_id: str
-    destination_rank: _Natural
+    destination_rank: Natural
     topology_domain_id: str
     checkpoint_version: str | None = None
     parameter_digest: str
-    pool_slot: _Natural
+    pool_slot: Natural
     shard: ShardManifest = ShardManifest()
 
 
 class LayerManifest(Manifest):
-    layer: _Natural
-    num_logical_experts: _Positive
-    slots: _Tuple[SlotManifest]
-
-
-class DomainManifest(Manifest):
-    domain_id: str
-    member_ranks: _Tuple[_Natural]
-
-
-class TopologyManifest(Manifest):
-    version: str
-    domains: _Tuple[DomainManifest]
+    layer: Natural
+    num_logical_experts: Positive
+    slots: AsTuple[SlotManifest]
 
 
 class PlacementManifest(Manifest):
     """One placement generation as a document. `member_ranks` are in peer-slot order; slots in manifest order."""
 
     placement_version: str
-    generation: _Natural
+    generation: Natural
     state: Literal["ACTIVE", "DRAINING", "RETIRED"]
     process_group_id: str
-    epoch: _Natural
-    member_ranks: _Tuple[_Natural]
+    epoch: Natural
+    member_ranks: AsTuple[Natural]
     checkpoint_version: str
     release_id: str
-    in_flight_refcount: _Natural
+    in_flight_refcount: Natural
     topology: TopologyManifest
-    layers: _Tuple[LayerManifest]
+    layers: AsTuple[LayerManifest]
 
     @classmethod
     def from_snapshot(cls, snapshot: PlacementSnapshot, *, state: str, in_flight_refcount: int) -> PlacementManifest:
         """`state` and `in_flight_refcount` are the registry's: a snapshot itself never changes."""
-        domains = [
-            {"domain_id": domain.domain_id, "member_ranks": [rank.value for rank in domain.member_ranks]}
-            for domain in snapshot.topology.domains
-        ]
         layers = [
             {
                 "layer": placement.layer,
@@ -254,14 +241,13 @@ class PlacementManifest(Manifest):
                 "checkpoint_version": snapshot.checkpoint_version.value,
                 "release_id": snapshot.release_id,
                 "in_flight_refcount": in_flight_refcount,
-                "topology": {"version": snapshot.topology.version, "domains": domains},
+                "topology": TopologyManifest.from_topology(snapshot.topology),
                 "layers": layers,
             }
         )
 
     def to_snapshot(self) -> PlacementSnapshot:
         """The frozen record; its own validation applies (`CompatibilityError`, `PlacementError`)."""
-        domains = tuple(Domain(domain.domain_id, _ranks(domain.member_ranks)) for domain in self.topology.domains)
         layers = tuple(
             LayerPlacement(
                 layer.layer,
@@ -276,7 +262,7 @@ class PlacementManifest(Manifest):
             release_id=self.release_id,
             checkpoint_version=CheckpointVersion(self.checkpoint_version),
             group=ProcessGroupSpec(ProcessGroupId(self.process_group_id), self.epoch, _ranks(self.member_ranks)),
-            topology=Topology(self.topology.version, domains),
+            topology=self.topology.to_topology(),
             layers=layers,
         )
 
@@ -310,10 +296,6 @@ def _slot_record(slot: SlotManifest, checkpoint_version: str) -> Slot:
     )
 
 
-def _ranks(values: tuple[int, ...]) -> tuple[GlobalRank, ...]:
-    return tuple(GlobalRank(value) for value in values)
-
-
 # -- Release manifest (specification 0x0CA)
 
 
@@ -332,7 +314,7 @@ class ReleaseManifest(Manifest):
     precision_roles: dict[str, str]
     phase_backends: dict[str, str]
     graph_manifest_digest: str = ""
-    upstream_report_digests: _Tuple[str] = ()
+    upstream_report_digests: AsTuple[str] = ()
 
     @classmethod
     def from_bundle(cls, bundle: ReleaseBundle) -> ReleaseManifest:
@@ -361,7 +343,7 @@ def _unique(pairs: Sequence[tuple[str, str]], field: str) -> dict[str, str]:
 # -- Reading text, wording refusals
 
 
-def _read_yaml(text: str, source: str) -> object:
+def read_yaml(text: str, source: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -371,18 +353,12 @@ def _read_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{source + ': ' if source else ''}not valid YAML{where}: {problem}") from error
 
 
-def _layer_from(given: object) -> object:
-    if given == "*" or (type(given) is int and given >= 0):
-        return given
-    raise ValueError(f'found {_short(given)}, must be a layer index >= 0 or "*" for every MoE layer')
-
-
 def _one_line(error: ValidationError, document: type[BaseModel], source: str) -> str:
     """`peers: found 0, input should be greater than or equal to 1; ...`"""
     reasons = []
     for issue in error.errors(include_url=False):
         field = ".".join(str(part) for part in issue["loc"])
-        found, bound = _short(issue["input"]), issue["msg"][:1].lower() + issue["msg"][1:]
+        found, bound = shown(issue["input"]), issue["msg"][:1].lower() + issue["msg"][1:]
         if issue["type"] == "extra_forbidden":
             near = difflib.get_close_matches(field, document.model_fields, n=1)
             reasons.append(f"{field}: no such field (value {found})" + (f", did you mean {near[0]}?" if near else ""))
@@ -396,5 +372,5 @@ def _one_line(error: ValidationError, document: type[BaseModel], source: str) ->
     return (f"{source}: " if source else "") + "; ".join(reasons).replace("\n", " ")
 
 
-def _short(value: object) -> str:
+def shown(value: object) -> str:
     return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_moe.errors import CompatibilityError, ConfigError, PlacementError
+from ray_moe.config import ClusterConfig, ReplicaRequest, expand_replicas, load_config, parse_replicas
+from ray_moe.errors import CompatibilityError, ConfigError, PlacementError, TopologyError
 from ray_moe.identity import (
     CheckpointVersion,
     GlobalRank,
@@ -21,17 +22,11 @@ from ray_moe.identity import (
     ProcessGroupId,
     ReplicaId,
 )
-from ray_moe.manifest import (
-    ClusterConfig,
-    PlacementManifest,
-    ReleaseManifest,
-    ReplicaRequest,
-    expand_replicas,
-    load_config,
-    parse_replicas,
-)
+from ray_moe.manifest import PlacementManifest, ReleaseManifest, TopologyManifest
 from ray_moe.placement import LayerPlacement, PlacementSnapshot, ReleaseBundle, ShardCoordinate, Slot
-from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from ray_moe.relations import RuntimeTopology
+from ray_moe.topology import Domain, GroupKind, NicPath, ProcessGroupSpec, Topology, derive_groups
+from ray_moe.topology_ledger import fan_out
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,8 +51,8 @@ def test_the_embedded_configuration_spells_out_every_field_at_its_default() -> N
         ("kv_blocks", 0, "greater than or equal to 1"),
         ("dtype", "int8", "'float32', 'bfloat16' or 'float16'"),
         ("device", "tpu", "'cpu' or 'cuda'"),
-        ("transport", "nccl", "'all_to_all_v' or 'all_gather_filter'"),
-        ("runner", "fast", "'grouped' or 'capacity_padded'"),
+        ("transport", "nccl", "'all_to_all_v'"),
+        ("runner", "fast", "'grouped'"),
         ("policy", "random", "'token_hash', 'locality_first', 'least_load', 'round_robin' or 'queue_aware'"),
         ("step_deadline_s", 0, "greater than 0"),
         ("request_deadline_s", float("inf"), "finite number"),
@@ -185,6 +180,19 @@ NAMES = st.one_of(st.text(max_size=8), st.sampled_from(["017", "1e3", "no", "nul
 
 
 @st.composite
+def node(draw: st.DrawFn, name: str, members: list[GlobalRank]) -> Domain:
+    """A node whose relay, fabric and NICs are each stated or not; the first member's NIC serves all that have one."""
+    served = members[: draw(st.integers(0, len(members)))]
+    return Domain(
+        name,
+        tuple(members),
+        relay_rank=draw(st.sampled_from([None, *members])),
+        fabric_domain=draw(NAMES),
+        nics=tuple(NicPath(rank, f"nic of {name}", None if rank == served[0] else served[0]) for rank in served),
+    )
+
+
+@st.composite
 def snapshots(draw: st.DrawFn) -> PlacementSnapshot:
     num_ranks = draw(st.integers(1, 4))
     peers = draw(st.permutations([GlobalRank(3 * rank) for rank in range(num_ranks)]))
@@ -193,6 +201,7 @@ def snapshots(draw: st.DrawFn) -> PlacementSnapshot:
     checkpoint = CheckpointVersion(draw(NAMES.filter(bool)))
     digests = draw(st.lists(NAMES, min_size=3, max_size=3))
     count = draw(st.integers(1, 2))
+    nodes = tuple(draw(node(name, [rank for rank in peers if owner[rank] == name])) for name in domains)
     layers = []
     for layer in draw(st.lists(st.integers(0, 9), max_size=3, unique=True)):
         experts = draw(st.permutations([0, 1, 2, *draw(st.lists(st.integers(0, 2), max_size=3))]))
@@ -221,9 +230,7 @@ def snapshots(draw: st.DrawFn) -> PlacementSnapshot:
         release_id=draw(NAMES),
         checkpoint_version=checkpoint,
         group=ProcessGroupSpec(ProcessGroupId(draw(NAMES)), draw(st.integers(0, 9)), tuple(peers)),
-        topology=Topology(
-            draw(NAMES), tuple(Domain(name, tuple(rank for rank in peers if owner[rank] == name)) for name in domains)
-        ),
+        topology=Topology(draw(NAMES), nodes),
         layers=tuple(layers),
     )
 
@@ -339,6 +346,84 @@ def test_a_state_that_the_registry_does_not_know_is_refused() -> None:
 def test_text_that_is_not_json_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"p\.json: .*invalid JSON"):
         PlacementManifest.from_json("{", "p.json")
+
+
+# -- Topology manifest and what runtimes ask of one
+
+TOPOLOGIES = ROOT / "cluster_configs" / "topologies"
+
+
+@settings(max_examples=60, deadline=None)
+@given(snapshot=snapshots())
+def test_a_topology_and_its_groups_come_back_from_json_and_yaml_exactly(snapshot: PlacementSnapshot) -> None:
+    groups = derive_groups(snapshot.topology, snapshot.group)
+    manifest = TopologyManifest.from_topology(snapshot.topology, groups)
+    for again in (TopologyManifest.from_json(manifest.to_json()), TopologyManifest.from_yaml(manifest.to_yaml())):
+        assert again == manifest
+        assert again.to_topology() == snapshot.topology
+        assert again.to_groups() == groups
+
+
+def test_groups_are_of_one_named_epoch() -> None:
+    group = {"process_group_id": "ep", "kind": "full_expert_parallel", "epoch": 1, "peers": [0]}
+    given_document = {
+        "version": "t",
+        "domains": [{"domain_id": "node-0", "member_ranks": [0]}],
+        "groups": [group],
+    }
+    with pytest.raises(ConfigError, match="collective_epoch: required with groups"):
+        TopologyManifest.parse(given_document)
+    with pytest.raises(TopologyError, match="collective_epoch_mismatch"):
+        TopologyManifest.parse(given_document | {"collective_epoch": 2}).to_groups()
+    with pytest.raises(ConfigError, match=r"groups\.0\.kind: found 'ring', input should be 'full_expert_parallel'"):
+        TopologyManifest.parse(given_document | {"groups": [group | {"kind": "ring"}]})
+
+
+def runtime(name: str) -> RuntimeTopology:
+    path = TOPOLOGIES / f"{name}.yaml"
+    return RuntimeTopology.from_yaml(path.read_text(), str(path))
+
+
+@pytest.mark.parametrize("name", ["deepep", "megatron", "nvls", "sglang", "deepseek_v3"])
+def test_a_shipped_topology_is_valid_names_its_source_and_comes_back_exactly(name: str) -> None:
+    manifest = runtime(name)
+    assert manifest.to_groups().topology == manifest.to_topology()
+    assert all(source.revision and source.statement for source in manifest.relations.sources)
+    assert RuntimeTopology.from_yaml(manifest.to_yaml()) == manifest
+    assert RuntimeTopology.from_json(manifest.to_json()) == manifest
+
+
+def test_every_shipped_topology_is_among_those_tested() -> None:
+    assert {path.stem for path in TOPOLOGIES.iterdir()} == {"deepep", "megatron", "nvls", "sglang", "deepseek_v3"}
+
+
+def test_deepep_labels_classes_and_megatron_keeps_three_kinds_of_groups_apart() -> None:
+    labels = runtime("deepep").relations.transport_of_class
+    assert labels == {"same_node_remote_gpu": "nvlink", "different_node": "rdma"}
+    kinds = [binding.kind for binding in runtime("megatron").to_groups().bindings]
+    expected = [GroupKind.EXPERT_PARALLEL] * 2 + [GroupKind.TENSOR_PARALLEL] * 2 + [GroupKind.TENSOR_BY_EXPERT]
+    assert kinds == expected
+
+
+def test_sglangs_sizes_go_together_by_backend() -> None:
+    relations = runtime("sglang").relations
+    for backend, expert_parallel in (("deepep", 8), ("mooncake", 8), ("none", 8), ("none", 2), ("none", 1)):
+        relations.require_sizes(backend, expert_parallel, tensor_parallel=8)
+    for backend, expert_parallel in (("deepep", 4), ("mooncake", 16), ("none", 3), ("none", 16), ("none", 0)):
+        with pytest.raises(
+            TopologyError, match=f"sizes_not_supported: backend {backend} with .* {expert_parallel} and"
+        ):
+            relations.require_sizes(backend, expert_parallel, tensor_parallel=8)
+    with pytest.raises(TopologyError, match="unknown_backend: 'ring' is none of"):
+        relations.require_sizes("ring", 8, 8)
+
+
+def test_fan_out_is_compared_with_deepseeks_limit_and_changes_no_route() -> None:
+    manifest = runtime("deepseek_v3")
+    within, beyond = [GlobalRank(8 * node) for node in range(4)], [GlobalRank(8 * node) for node in range(5)]
+    found = [fan_out(manifest.to_topology(), [token]).max_nodes for token in (within, beyond)]
+    assert found == [4, 5]
+    assert [nodes <= (manifest.relations.max_nodes_per_token or 0) for nodes in found] == [True, False]
 
 
 # -- Release manifest

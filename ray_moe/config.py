@@ -1,0 +1,215 @@
+"""Cluster configuration: the file that `ray-moe up` reads, and the replicas it may ask for.
+
+Every refusal is one `ConfigError` on one line that names the field, the value and the bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ray_moe.errors import ConfigError
+from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, read_yaml, shown
+
+_Seconds = Annotated[float, Field(gt=0)]
+
+_BUCKET = re.compile(r"(\d+)\s*:\s*(\d+)", re.ASCII)
+_REPLICA = re.compile(r"(\*|-?\d+)\s*:\s*(-?\d+)\s*=\s*(-?\d+)", re.ASCII)
+
+
+class ReplicaRequest(Manifest):
+    """`count` copies in all (the first one included) of a logical expert, in one layer or in every MoE layer ("*")."""
+
+    layer: Annotated[int | Literal["*"], BeforeValidator(lambda given: _layer_from(given))]
+    expert: Natural
+    count: Positive
+
+
+def parse_replicas(text: str) -> tuple[ReplicaRequest, ...]:
+    """Read "LAYER:EXPERT=COUNT,..."; LAYER may be "*" for every MoE layer. An empty text asks for nothing.
+
+    >>> parse_replicas("0:3=2")
+    (ReplicaRequest(layer=0, expert=3, count=2),)
+    """
+    requests = []
+    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
+        match = _REPLICA.fullmatch(part)
+        if match is None:
+            raise ConfigError(
+                f"replicas: {part!r} is not LAYER:EXPERT=COUNT in whole numbers, for example 0:3=2 or *:3=2"
+            )
+        layer, expert, count = match.groups()
+        values = {"layer": layer if layer == "*" else int(layer), "expert": int(expert), "count": int(count)}
+        requests.append(ReplicaRequest.parse(values, f"replicas {part!r}"))
+    return tuple(requests)
+
+
+def expand_replicas(requests: Iterable[ReplicaRequest], layers: Iterable[int]) -> dict[tuple[int, int], int]:
+    """Copies by (layer, expert), with "*" written out over `layers`; a layer named by number wins over "*".
+
+    Raises `ConfigError` when two requests name the same layer and expert. Whether these exist is the solver's check.
+    """
+    asked: dict[tuple[int | str, int], int] = {}
+    for request in requests:
+        if (request.layer, request.expert) in asked:
+            raise ConfigError(f"replicas: layer {request.layer} expert {request.expert} is asked for twice")
+        asked[request.layer, request.expert] = request.count
+    layers = tuple(layers)
+    everywhere = {(layer, expert): count for (at, expert), count in asked.items() if at == "*" for layer in layers}
+    return everywhere | {(at, expert): count for (at, expert), count in asked.items() if isinstance(at, int)}
+
+
+class BucketRequest(Manifest):
+    """One fixed-shape decode executable: token slots of a peer, and rows of a physical slot over all peers."""
+
+    rank_tokens: Positive
+    slot_rows: Positive
+
+
+def parse_buckets(text: str) -> tuple[BucketRequest, ...]:
+    """Read "RANK_TOKENS:SLOT_ROWS,..."; an empty text asks for none.
+
+    >>> parse_buckets("4:8")
+    (BucketRequest(rank_tokens=4, slot_rows=8),)
+    """
+    buckets = []
+    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
+        match = _BUCKET.fullmatch(part)
+        if match is None:
+            raise ConfigError(
+                f"decode_buckets: {part!r} is not RANK_TOKENS:SLOT_ROWS in whole numbers, for example 4:8"
+            )
+        tokens, rows = map(int, match.groups())
+        buckets.append(BucketRequest.parse({"rank_tokens": tokens, "slot_rows": rows}, f"decode_buckets {part!r}"))
+    return tuple(buckets)
+
+
+# The five execution contracts that MoE systems went through (specification 0x00A), as choices of ours.
+CONTRACTS: dict[str, dict[str, Any]] = {
+    # Rows go to their experts' owners and back, one product per expert.
+    "sparse_conditional": {"transport": "all_gather_filter", "runner": "grouped"},
+    # Encode, all-to-all, local experts, all-to-all, decode.
+    "expert_parallel": {"transport": "all_to_all_v", "runner": "capacity_padded"},
+    # Regular buffers everywhere: fixed splits, capacity slots.
+    "static_capacity": {"transport": "padded_all_to_all", "runner": "capacity_padded"},
+    # Variable splits, no row dropped, no common capacity.
+    "dropless": {"transport": "all_to_all_v", "runner": "block_sparse"},
+    # Phase-specific: exact rows for prompts, persistent buffers and masked rows for decode.
+    "low_latency": {
+        "transport": "all_to_all_v",
+        "runner": "grouped",
+        "decode_buckets": [{"rank_tokens": 8, "slot_rows": 32}, {"rank_tokens": 32, "slot_rows": 128}],
+    },
+}
+
+
+class ClusterConfig(Manifest):
+    """Everything that `ray-moe up` decides. Times are seconds; `spare_slots` are per peer and MoE layer.
+
+    `contract` names a historical combination and sets its fields. `node_labels` says per rank which node it belongs to
+    (default: the Ray node that it runs on).
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
+    model: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    trust_remote_code: bool = False
+    peers: Positive = 4
+    spare_slots: Natural = 0
+    replicas: Annotated[
+        AsTuple[ReplicaRequest],
+        BeforeValidator(lambda given: parse_replicas(given) if isinstance(given, str) else given),
+    ] = ()
+    cpus_per_peer: Annotated[float, Field(ge=0)] = 0.25
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    kv_blocks: Positive = 512
+    block_size: Positive = 16
+    max_prefill_tokens: Positive = 256
+    max_decode_rows: Positive = 64
+
+    contract: Literal[tuple(CONTRACTS)] | None = None  # type: ignore[valid-type]
+    group: Literal["tcp", "gloo"] = "tcp"
+    transport: Literal["all_to_all_v", "padded_all_to_all", "all_gather_filter", "hierarchical"] = "all_to_all_v"
+    transport_chunks: Positive = 1
+    node_labels: AsTuple[Annotated[str, Field(min_length=1)]] = ()
+    runner: Literal["grouped", "capacity_padded", "block_sparse", "masked_decode"] = "grouped"
+    block_rows: Positive = 128
+    strategy: Literal["bulk", "chunk_pipeline", "shared_path", "microbatch_pipeline"] = "bulk"
+    strategy_parts: Positive = 2
+    payload: Literal["native", "fp8_row", "fp8_block"] = "native"
+    gate_location: Literal["origin", "expert"] = "origin"
+    decode_buckets: Annotated[
+        AsTuple[BucketRequest],
+        BeforeValidator(lambda given: parse_buckets(given) if isinstance(given, str) else given),
+    ] = ()
+    policy: Literal["token_hash", "locality_first", "least_load", "round_robin", "queue_aware"] = "token_hash"
+
+    step_deadline_s: _Seconds = 30.0
+    start_deadline_s: _Seconds = 300.0
+    request_deadline_s: _Seconds = 600.0
+    audit_rate: Annotated[float, Field(ge=0, le=1)] = 1 / 256
+    final_after_steps: Natural = 1
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_contract(cls, given: Any) -> Any:
+        preset = CONTRACTS.get(str(given.get("contract"))) if isinstance(given, dict) else None
+        if preset is None:
+            return given
+        for name, value in preset.items():
+            if name in given and _plain(given[name]) != value:
+                raise ValueError(f"contract {given['contract']!r} sets {name} to {value!r}, found {given[name]!r}")
+        return {**given, **preset}
+
+    @model_validator(mode="after")
+    def _one_label_per_peer(self) -> Self:
+        if self.node_labels and len(self.node_labels) != self.peers:
+            raise ValueError(
+                f"node_labels must name the node of each of {self.peers} peers, found {len(self.node_labels)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _carried(self) -> Self:
+        if self.peers > 1 and self.device == "cuda":
+            raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
+        return self
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as a document has it: buckets as a list of mappings, whichever way they were given."""
+    if isinstance(value, str) and _BUCKET.search(value):
+        value = parse_buckets(value)
+    if isinstance(value, list | tuple):
+        return [item.model_dump() if isinstance(item, BucketRequest) else item for item in value]
+    return value
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """Read a YAML (or JSON) file; `overrides` replace its fields, and the result is checked as one.
+
+    Raises `ConfigError` naming the file, and the field, value and bound where the file could be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    values = read_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a cluster configuration is a mapping of fields, found {type(values).__name__}")
+    return ClusterConfig.parse({**values, **(overrides or {})}, str(path))
+
+
+def _layer_from(given: object) -> object:
+    if given == "*" or (type(given) is int and given >= 0):
+        return given
+    raise ValueError(f'found {shown(given)}, must be a layer index >= 0 or "*" for every MoE layer')
