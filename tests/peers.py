@@ -8,6 +8,7 @@ the tests: a peer ends when its pipe closes, whatever became of the parent.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -22,11 +23,14 @@ from typing import Any
 import pytest
 import torch
 
-from ray_moe.comm.join import join
+from ray_moe.comm.group import ExpertGroup
+from ray_moe.comm.hierarchical import Hierarchical
+from ray_moe.comm.join import in_chunks, join, transport_named
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
+from ray_moe.comm.transports import Transport
 from ray_moe.deadline import Deadline
 from ray_moe.identity import GlobalRank, ProcessGroupId
-from ray_moe.topology import ProcessGroupSpec
+from ray_moe.topology import Domain, ProcessGroupSpec, Topology, derive_groups
 
 GROUP = ProcessGroupId("ep-group-0")
 # Longer than any healthy job takes on a busy machine, and longer than every group deadline.
@@ -49,6 +53,53 @@ class _Order:
     store: StoreAddress
     seconds: float
     kind: str
+
+
+# What the process is working on, and what its work has joined beside its group; set for one job at a time.
+_CURRENT: list[_Order] = []
+_BESIDE: list[Transport] = []
+
+# Every transport of the product, and chunked variants of a plain and of a staged one.
+TRANSPORTS = (
+    "all_to_all_v",
+    "padded_all_to_all",
+    "all_gather_filter",
+    "hierarchical",
+    "chunked",
+    "chunked_hierarchical",
+)
+
+
+def transport_over(group: ExpertGroup, name: str, topology: Topology | None = None) -> Transport:
+    """A transport for the job under way. `topology` is for the hierarchical ones: two nodes, by peer slot, by default.
+
+    Groups that it needs beside `group` are joined here, by all peers, and closed with the job.
+    """
+    inner = {"chunked": "all_to_all_v", "chunked_hierarchical": "hierarchical"}.get(name, name)
+    chunks = 1 if inner == name else 2
+    if inner != "hierarchical":
+        return transport_named(inner, group, chunks=chunks)
+    if topology is None:
+        topology = two_nodes(group.spec)
+    order, rank = _CURRENT[-1], group.spec.peers[group.peer_slot]
+    groups = derive_groups(topology, group.spec)
+
+    def member_of(spec: ProcessGroupSpec) -> ExpertGroup:
+        # Every transport of a job meets under a name of its own.
+        own = dataclasses.replace(spec, process_group_id=ProcessGroupId(f"{spec.process_group_id}/{len(_BESIDE)}"))
+        return join(order.kind, own, rank, order.store, order.seconds)
+
+    relays = member_of(groups.relays) if rank in groups.relays else None
+    transport = Hierarchical(group, member_of(groups.local_to(rank)), relays, topology)
+    _BESIDE.append(transport)
+    return in_chunks(transport, chunks)
+
+
+def two_nodes(spec: ProcessGroupSpec) -> Topology:
+    """The first half of the peers (one more of an odd number) on one node, the rest on another."""
+    half = (len(spec) + 1) // 2
+    parts = {"node-0": spec.peers[:half], "node-1": spec.peers[half:]}
+    return Topology("topology-1", tuple(Domain(name, ranks) for name, ranks in parts.items() if ranks))
 
 
 class Job:
@@ -177,9 +228,13 @@ def _answer(rank: int, pickled: bytes) -> bytes:
     try:
         order: _Order = pickle.loads(pickled)
         group = join(order.kind, order.spec, GlobalRank(rank), order.store, order.seconds)
+        _CURRENT[:] = [order]
         try:
             return pickle.dumps((True, order.work(group, *order.args)))
         finally:
+            for transport in _BESIDE:
+                transport.close()
+            _BESIDE.clear()
             group.close()
     except Exception as error:  # noqa: BLE001 - whatever it is, the test that asked for the work gets it
         return pickle.dumps((False, error))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ray_moe.comm.exchange import Exchange, WaitedExchange
 from ray_moe.comm.rendezvous import StoreAddress, connect
 from ray_moe.deadline import wait_work
 from ray_moe.errors import CollectiveError, CountMismatchError
@@ -85,11 +86,12 @@ class GlooGroup:
     def _gather(self, group: dist.ProcessGroup, line: Tensor) -> _GlooTicket:
         repeated = torch.cat([line] * len(self.spec))
         out = torch.empty_like(repeated)
-        ticket = _GlooTicket(self._submit(group, out, repeated, [], []), out.view(len(self.spec), -1), self)
+        work = self._submit(group, out, repeated, [], [])
+        ticket = _GlooTicket(work, out.view(len(self.spec), -1), self, "gather")
         self._in_flight.add(ticket)
         return ticket
 
-    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
+    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Exchange:
         if sum(send_counts_P) != rows_ND.shape[0]:
             raise CollectiveError(
                 f"all-to-all-v of {rows_ND.shape[0]} rows: the send counts {list(send_counts_P)} sum to "
@@ -100,20 +102,25 @@ class GlooGroup:
         out = rows_ND.new_empty(sum(recv_counts_P), rows_ND.shape[1])
         row_bytes = rows_ND.shape[1] * rows_ND.element_size()
         work = self._submit(self._open(self._payload), out, rows_ND, list(recv_counts_P), list(send_counts_P))
-        self.wait(work, "all-to-all-v")
         self.bytes_sent += row_bytes * (sum(send_counts_P) - send_counts_P[self.peer_slot])
         self.bytes_received += row_bytes * (sum(recv_counts_P) - recv_counts_P[self.peer_slot])
-        return out
+        return self._exchange(work, out, "all-to-all-v")
 
-    def all_gather(self, rows_ND: Tensor) -> Tensor:
+    def all_gather(self, rows_ND: Tensor) -> Exchange:
         peers = len(self.spec)
         repeated = torch.cat([rows_ND] * peers)
         out = torch.empty_like(repeated)
-        self.wait(self._submit(self._open(self._payload), out, repeated, [], []), "all-gather")
+        work = self._submit(self._open(self._payload), out, repeated, [], [])
         size = rows_ND.numel() * rows_ND.element_size() * (peers - 1)
         self.bytes_sent += size
         self.bytes_received += size
-        return out.view(peers, *rows_ND.shape)
+        return self._exchange(work, out.view(peers, *rows_ND.shape), "all-gather")
+
+    def _exchange(self, work: dist.Work, out: Tensor, what: str) -> Exchange:
+        """Gloo tells of one moment only: when it is done, the rows have come and gone."""
+        ticket = _GlooTicket(work, out, self, what)
+        self._in_flight.add(ticket)
+        return WaitedExchange(ticket.result, lambda: None)
 
     def close(self) -> None:
         """Drop the epoch. With a gather of ours in flight this takes until its peers have answered, or the deadline."""
@@ -148,17 +155,17 @@ class GlooGroup:
 
 
 class _GlooTicket:
-    """A gather on its way; Gloo's work object keeps both buffers alive."""
+    """Work on its way; Gloo's work object keeps both buffers alive."""
 
-    def __init__(self, work: dist.Work, lines: Tensor, group: GlooGroup) -> None:
+    def __init__(self, work: dist.Work, out: Tensor, group: GlooGroup, what: str) -> None:
         self._work: dist.Work | None = work
-        self._lines, self._group = lines, group
+        self._out, self._group, self._what = out, group, what
 
     def result(self) -> Tensor:
         if self._work is None:
             raise self._group.closed()
-        self._group.wait(self._work, "gather")
-        return self._lines
+        self._group.wait(self._work, self._what)
+        return self._out
 
     def drop(self) -> None:
         """Let go of the work: its reference would keep the sockets open."""

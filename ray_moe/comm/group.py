@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ray_moe.comm.exchange import Exchange
 from ray_moe.topology import ProcessGroupSpec
 
 
@@ -23,7 +24,10 @@ class Ticket(Protocol):
 
 
 class ExpertGroup(Protocol):
-    """Collectives of one epoch, all in peer-slot order; peers must call them in the same order."""
+    """Collectives of one epoch, all in peer-slot order; peers must call them in the same order.
+
+    `bytes_sent` and `bytes_received` count the payload that crossed to and from other peers, exactly.
+    """
 
     spec: ProcessGroupSpec
     peer_slot: int
@@ -44,15 +48,16 @@ class ExpertGroup(Protocol):
         """
         ...
 
-    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
-        """Rows to their peers: `rows_ND` is destination-major, the result [sum(recv_counts), D] source-major.
+    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Exchange:
+        """Submit rows to their peers: `rows_ND` is destination-major, the payload [sum(recv_counts), D] source-major.
 
-        Peers with a zero count keep their place. Raises `CollectiveError`.
+        Several may be in flight, on every peer in the same order. `rows_ND` must stay as it is until the exchange is
+        complete. Peers with a zero count keep their place. Raises `CollectiveError`.
         """
         ...
 
-    def all_gather(self, rows_ND: Tensor) -> Tensor:
-        """Equally sized rows of all peers, [P, N, D]. Raises `CollectiveError`."""
+    def all_gather(self, rows_ND: Tensor) -> Exchange:
+        """Submit equally sized rows of all peers; the payload is [P, N, D]. Raises `CollectiveError`."""
         ...
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 
 import torch.distributed as dist
 
@@ -42,9 +43,23 @@ class RendezvousStore:
 
 
 def connect(address: StoreAddress, prefix: str, seconds: float) -> dist.Store:
-    """A member's view of the store under its epoch's prefix; `DeadlineError` when the store does not answer."""
+    """A member's view of the store under its epoch's prefix; `DeadlineError` when the store does not answer.
+
+    A process keeps one connection to each store, whatever it joins there.
+    """
     try:
-        store = dist.TCPStore(address.host, address.port, None, is_master=False, timeout=timedelta(seconds=seconds))
+        store = _connection(address, seconds)
+        try:
+            store.num_keys()
+        except (dist.DistNetworkError, dist.DistStoreError):
+            # The store that this connection led to is gone; another one may listen there by now.
+            _connection.cache_clear()
+            store = _connection(address, seconds)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise DeadlineError(f"rendezvous store {address.host}:{address.port}", seconds, prefix) from error
     return dist.PrefixStore(prefix, store)
+
+
+@lru_cache(maxsize=8)
+def _connection(address: StoreAddress, seconds: float) -> dist.TCPStore:
+    return dist.TCPStore(address.host, address.port, None, is_master=False, timeout=timedelta(seconds=seconds))

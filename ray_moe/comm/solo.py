@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ray_moe.comm.exchange import Arrived
 from ray_moe.errors import CollectiveError, PlacementError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
@@ -38,7 +39,7 @@ class SoloGroup:
         self._require_open()
         return line[None]
 
-    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
+    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Arrived:
         self._require_open()
         if not sum(send_counts_P) == sum(recv_counts_P) == rows_ND.shape[0]:
             raise CollectiveError(
@@ -46,11 +47,11 @@ class SoloGroup:
                 self._rank,
                 self.spec.epoch,
             )
-        return rows_ND
+        return Arrived(rows_ND)
 
-    def all_gather(self, rows_ND: Tensor) -> Tensor:
+    def all_gather(self, rows_ND: Tensor) -> Arrived:
         self._require_open()
-        return rows_ND[None]
+        return Arrived(rows_ND[None])
 
     def close(self) -> None:
         self._closed = True

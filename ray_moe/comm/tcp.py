@@ -4,9 +4,6 @@ A collective of a few kilobytes between processes that share cores costs what it
 operation to a worker and an event thread; here the engine's own thread sends to every peer and then receives from every
 peer (measured for four processes on two cores: 0.09 against 1.2 ms). Two connections per pair of peers, so that the
 step agreement may be in flight beside the layers' exchanges without an order between them.
-
-Every message is a frame: (number of the collective, bytes of payload), then the payload. Peers that run different
-collectives, or expect different sizes, are told so instead of waiting for one another.
 """
 
 from __future__ import annotations
@@ -20,19 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ray_moe.comm.channel import Channel
+from ray_moe.comm.exchange import Exchange, WaitedExchange
 from ray_moe.comm.rendezvous import StoreAddress, connect
-from ray_moe.deadline import Deadline, ready, receive, send
+from ray_moe.deadline import Deadline, receive
 from ray_moe.errors import CollectiveError, CountMismatchError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
 
-_HEADER = struct.Struct("<qq")
 _HELLO = struct.Struct("<32sqq")
 _PAYLOAD, _CONTROL = 0, 1
 # A member says its hello with its first packet; who is silent for longer is none.
 _HELLO_S = 5.0
-# A line of counts is far below this; a longer one is no line of counts.
-_LONGEST_LINE = 1 << 20
 
 
 class TcpGroup:
@@ -51,18 +47,14 @@ class TcpGroup:
         self._rank, self._seconds = rank.value, seconds
         self._others = [slot for slot in range(len(spec)) if slot != self.peer_slot]
         links = _join(spec, self.peer_slot, store, seconds, self._rank)
-        self._channels = [_Channel(by_peer, seconds, self._rank, spec.epoch) for by_peer in links]
+        self._channels = [Channel(by_peer, seconds, self._rank, spec.epoch) for by_peer in links]
 
     def gather(self, line: Tensor) -> _TcpTicket:
         """Sends at once; the answers wait in the connections until `result`."""
-        channel = self._open(_CONTROL)
-        channel.begin(dict.fromkeys(self._others, bytes_of(line)))
-        return _TcpTicket(self, channel.sequence, line)
+        return _TcpTicket(self, self._begin(_CONTROL, line), line)
 
     def gather_counts(self, line: Tensor) -> Tensor:
-        channel = self._open(_PAYLOAD)
-        channel.begin(dict.fromkeys(self._others, bytes_of(line)))
-        return self.collect(_PAYLOAD, channel.sequence, line)
+        return self.collect(_PAYLOAD, self._begin(_PAYLOAD, line), line)
 
     def collect(self, number: int, sequence: int, line: Tensor) -> Tensor:
         """The lines of all peers [P, M] of one gather; any of them may turn out to have another length than ours."""
@@ -82,7 +74,7 @@ class TcpGroup:
             )
         return lines
 
-    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Tensor:
+    def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Exchange:
         if sum(send_counts_P) != rows_ND.shape[0]:
             raise CollectiveError(
                 f"all-to-all-v of {rows_ND.shape[0]} rows: the send counts {list(send_counts_P)} sum to "
@@ -94,18 +86,19 @@ class TcpGroup:
         sent, received = rows_ND.contiguous().split(list(send_counts_P)), out.split(list(recv_counts_P))
         received[self.peer_slot].copy_(sent[self.peer_slot])
         # Both sides know the counts: a pair without rows exchanges nothing at all.
-        self._exchange(
+        return self._submit(
+            out,
             {peer: bytes_of(sent[peer]) for peer in self._others if send_counts_P[peer]},
             {peer: bytes_of(received[peer]) for peer in self._others if recv_counts_P[peer]},
         )
-        return out
 
-    def all_gather(self, rows_ND: Tensor) -> Tensor:
+    def all_gather(self, rows_ND: Tensor) -> Exchange:
         out = rows_ND.new_empty(len(self.spec), *rows_ND.shape)
         out[self.peer_slot] = rows_ND
         mine = bytes_of(rows_ND.contiguous())
-        self._exchange(dict.fromkeys(self._others, mine), {peer: bytes_of(out[peer]) for peer in self._others})
-        return out
+        return self._submit(
+            out, dict.fromkeys(self._others, mine), {peer: bytes_of(out[peer]) for peer in self._others}
+        )
 
     def close(self) -> None:
         """Drop the epoch: peers that wait in it see the connections end at once."""
@@ -113,12 +106,23 @@ class TcpGroup:
         for channel in channels:
             channel.close()
 
-    def _exchange(self, out: Mapping[int, memoryview], into: Mapping[int, memoryview]) -> None:
-        self._open(_PAYLOAD).exchange(out, into)
-        self.bytes_sent += sum(map(len, out.values()))
-        self.bytes_received += sum(map(len, into.values()))
+    def _begin(self, number: int, line: Tensor) -> int:
+        # Lines always fit: a peer is at most one collective ahead, and the connections hold many lines.
+        return self._open(number).submit(dict.fromkeys(self._others, bytes_of(line)), {})
 
-    def _open(self, number: int) -> _Channel:
+    def _submit(self, out: Tensor, sent: Mapping[int, memoryview], received: Mapping[int, memoryview]) -> Exchange:
+        channel = self._open(_PAYLOAD)
+        sequence = channel.submit(sent, received)
+        self.bytes_sent += sum(map(len, sent.values()))
+        self.bytes_received += sum(map(len, received.values()))
+
+        def arrive() -> Tensor:
+            self._open(_PAYLOAD).receive(sequence)
+            return out
+
+        return WaitedExchange(arrive, lambda: self._open(_PAYLOAD).flush(sequence))
+
+    def _open(self, number: int) -> Channel:
         if not self._channels:
             raise CollectiveError("the group is closed", self._rank, self.spec.epoch)
         return self._channels[number]
@@ -132,93 +136,6 @@ class _TcpTicket:
 
     def result(self) -> Tensor:
         return self._group.collect(_CONTROL, self._sequence, self._line)
-
-
-class _Channel:
-    """One connection to each other peer; collectives on it follow one another, numbered."""
-
-    def __init__(self, links: Mapping[int, socket.socket], seconds: float, rank: int, epoch: int) -> None:
-        self._links, self._seconds, self._rank, self._epoch = links, seconds, rank, epoch
-        self.sequence = 0
-
-    def begin(self, out: Mapping[int, memoryview]) -> dict[int, list[memoryview]]:
-        """Start the next collective: send frames as far as the connections take them. Returns what is left, by peer.
-
-        Lines always fit: a peer is at most one collective ahead, and the buffers hold many lines.
-        """
-        self.sequence += 1
-        left = {}
-        for peer, payload in out.items():
-            frame = [memoryview(_HEADER.pack(self.sequence, len(payload))), payload]
-            rest = send(self._links[peer], frame, self._name(peer), self._rank, self._epoch)
-            if rest:
-                left[peer] = rest
-        return left
-
-    def exchange(self, out: Mapping[int, memoryview], into: Mapping[int, memoryview]) -> None:
-        """Send `out` and fill `into`, frames of known sizes by peer.
-
-        What is left after the first send goes out beside receiving: two peers that send more than their connections
-        hold must not wait for one another.
-        """
-        outgoing = self.begin(out)
-        headers = {peer: bytearray(_HEADER.size) for peer in into}
-        incoming = {peer: [memoryview(headers[peer]), view] for peer, view in into.items()}
-        deadline = Deadline(self._seconds)
-        while outgoing:
-            links = self._links
-            readable, writable = ready([links[p] for p in incoming], [links[p] for p in outgoing], deadline.left)
-            if not readable and not writable:
-                raise self._error(f"{', '.join(map(self._name, outgoing))} did not read within {self._seconds:g} s")
-            for peer in [peer for peer in incoming if self._links[peer] in readable]:
-                incoming[peer] = self._receive(peer, incoming[peer])
-                if not incoming[peer]:
-                    del incoming[peer]
-            for peer in [peer for peer in outgoing if self._links[peer] in writable]:
-                outgoing[peer] = send(self._links[peer], outgoing[peer], self._name(peer), self._rank, self._epoch)
-                if not outgoing[peer]:
-                    del outgoing[peer]
-        for peer, views in incoming.items():
-            while views:
-                views = self._receive(peer, views)
-        for peer, view in into.items():
-            self._check(peer, headers[peer], self.sequence, len(view))
-
-    def line(self, peer: int, sequence: int) -> memoryview:
-        """A peer's frame of whatever size, of the collective `sequence`."""
-        header = bytearray(_HEADER.size)
-        self._fill(peer, header)
-        _, size = _HEADER.unpack(header)
-        self._check(peer, header, sequence, min(max(size, 0), _LONGEST_LINE))
-        payload = bytearray(size)
-        self._fill(peer, payload)
-        return memoryview(payload)
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-
-    def _fill(self, peer: int, buffer: bytearray) -> None:
-        views = [memoryview(buffer)] if buffer else []
-        while views:
-            views = self._receive(peer, views)
-
-    def _receive(self, peer: int, views: list[memoryview]) -> list[memoryview]:
-        return receive(self._links[peer], views, self._name(peer), self._rank, self._epoch)
-
-    def _check(self, peer: int, header: bytearray, sequence: int, size: int) -> None:
-        found = _HEADER.unpack(header)
-        if found != (sequence, size):
-            raise self._error(
-                f"{self._name(peer)} is at collective {found[0]} with {found[1]} bytes, "
-                f"this peer at {sequence} with {size}"
-            )
-
-    def _name(self, peer: int) -> str:
-        return f"peer slot {peer}"
-
-    def _error(self, detail: str) -> CollectiveError:
-        return CollectiveError(detail, self._rank, self._epoch)
 
 
 # ---- joining ----

@@ -1,21 +1,44 @@
 """Transports: how rows reach the owners of their slots and come back (specification 0x03C).
 
 All give the same result: dispatch returns rows source-major, combine returns them in the sender's own order. They
-differ in what crosses the group. Letters: N sent rows, R received rows, D hidden, P peers.
+differ in what crosses the group, and `link_rows` says exactly what that is. Letters: N sent rows, R received rows,
+D row width, P peers, C capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ray_moe.comm.exchange import Arrived, Exchange, ExchangeState, StagedExchange, furthest_behind
 from ray_moe.comm.group import ExpertGroup
-from ray_moe.errors import ConfigError
+from ray_moe.errors import RunnerError
+from ray_moe.evidence import RowSlots
 
 CountMatrix = Sequence[Sequence[int]]
+# Index of a part, of how many.
+Part = tuple[int, int]
+_Move = Callable[[Tensor, CountMatrix], Exchange]
+
+
+@dataclass(frozen=True)
+class LinkRows:
+    """Row slots that one direction of an exchange puts on this peer's links.
+
+    `useful_*` are routed rows that leave for, or come from, their other end; the rest of `sent` and `received` is
+    padding, rows for others, or rows relayed for others.
+    """
+
+    sent: RowSlots
+    received: RowSlots
+    useful_sent: RowSlots
+    useful_received: RowSlots
 
 
 class Transport(Protocol):
@@ -24,37 +47,122 @@ class Transport(Protocol):
     name: str
     group: ExpertGroup
 
-    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Tensor:
-        """Destination-major rows [N, D] to owners; the result [R, D] is source-major. Raises `CollectiveError`."""
+    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Exchange:
+        """Submit destination-major rows [N, D] to owners; the payload [R, D] is source-major. `CollectiveError`."""
         ...
 
-    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Tensor:
-        """The inverse of `dispatch`: [R, D] source-major back to [N, D]. Raises `CollectiveError`."""
+    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Exchange:
+        """The inverse of `dispatch`: [R, D] source-major back to [N, D]. `CollectiveError`."""
+        ...
+
+    def link_rows(self, counts_PP: CountMatrix) -> LinkRows:
+        """What `dispatch` moves over this peer's links; of the transposed matrix, what `combine` moves."""
+        ...
+
+    @property
+    def bytes_moved(self) -> tuple[int, int]:
+        """Payload bytes (sent, received) that the transport's groups have counted so far."""
+        ...
+
+    def close(self) -> None:
+        """Drop every group of the transport. May be called twice."""
         ...
 
 
-class AllToAllV:
-    """Exactly the useful rows, each to its one owner."""
-
-    name = "all_to_all_v"
+class _OverOneGroup(ABC):
+    """A transport whose two directions are one operation, of a matrix and of its transpose."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self.group = group
 
-    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Tensor:
-        if _nothing_crosses(counts_PP):
-            return rows_ND
-        sent, received = _splits(counts_PP, self.group.peer_slot)
-        return self.group.all_to_all_v(rows_ND, sent, received)
+    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Exchange:
+        return Arrived(rows_ND) if nothing_crosses(counts_PP) else self._move(rows_ND, counts_PP)
 
-    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Tensor:
-        if _nothing_crosses(counts_PP):
-            return rows_RD
-        sent, received = _splits(counts_PP, self.group.peer_slot)
-        return self.group.all_to_all_v(rows_RD, received, sent)
+    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Exchange:
+        return Arrived(rows_RD) if nothing_crosses(counts_PP) else self._move(rows_RD, transposed(counts_PP))
+
+    def link_rows(self, counts_PP: CountMatrix) -> LinkRows:
+        sent, received = (0, 0) if nothing_crosses(counts_PP) else self._on_links(counts_PP)
+        mine = self.group.peer_slot
+        kept = counts_PP[mine][mine]
+        return LinkRows(
+            RowSlots(sent),
+            RowSlots(received),
+            useful_sent=RowSlots(sum(counts_PP[mine]) - kept),
+            useful_received=RowSlots(sum(line[mine] for line in counts_PP) - kept),
+        )
+
+    @property
+    def bytes_moved(self) -> tuple[int, int]:
+        return self.group.bytes_sent, self.group.bytes_received
+
+    def close(self) -> None:
+        self.group.close()
+
+    @abstractmethod
+    def _move(self, rows: Tensor, counts_PP: CountMatrix) -> Exchange:
+        """Rows in destination-major order to their destinations, source-major there."""
+
+    @abstractmethod
+    def _on_links(self, counts_PP: CountMatrix) -> tuple[int, int]:
+        """Row slots that `_move` sends to, and receives from, other peers."""
 
 
-class AllGatherFilter:
+class AllToAllV(_OverOneGroup):
+    """Exactly the useful rows, each to its one owner."""
+
+    name = "all_to_all_v"
+
+    def _move(self, rows: Tensor, counts_PP: CountMatrix) -> Exchange:
+        mine = self.group.peer_slot
+        return self.group.all_to_all_v(rows, counts_PP[mine], [line[mine] for line in counts_PP])
+
+    def _on_links(self, counts_PP: CountMatrix) -> tuple[int, int]:
+        mine = self.group.peer_slot
+        kept = counts_PP[mine][mine]
+        return sum(counts_PP[mine]) - kept, sum(line[mine] for line in counts_PP) - kept
+
+
+class PaddedAllToAll(_OverOneGroup):
+    """Every pair of peers exchanges the same number of row slots: regular, and fit for a fixed-shape executable.
+
+    `capacity` is that number; None takes the fullest pair of each call. Filler rows are zero, belong to nobody, and are
+    cut off by the agreed counts. Raises `RunnerError` (`pair_capacity_exceeded`) rather than leave a row behind.
+    """
+
+    name = "padded_all_to_all"
+
+    def __init__(self, group: ExpertGroup, capacity: int | None = None) -> None:
+        super().__init__(group)
+        self.capacity = capacity
+
+    def _move(self, rows: Tensor, counts_PP: CountMatrix) -> Exchange:
+        mine, peers = self.group.peer_slot, len(counts_PP)
+        capacity = self._capacity(counts_PP)
+        sent = padded_positions(counts_PP[mine], capacity, rows.device)
+        kept = padded_positions([line[mine] for line in counts_PP], capacity, rows.device)
+        padded = rows.new_zeros(peers * capacity, rows.shape[1]).index_copy_(0, sent, rows)
+        slots = [capacity] * peers
+        return StagedExchange(
+            padded, [lambda slab: self.group.all_to_all_v(slab, slots, slots)], lambda got: got.index_select(0, kept)
+        )
+
+    def _on_links(self, counts_PP: CountMatrix) -> tuple[int, int]:
+        slots = self._capacity(counts_PP) * (len(counts_PP) - 1)
+        return slots, slots
+
+    def _capacity(self, counts_PP: CountMatrix) -> int:
+        fullest = max(max(line) for line in counts_PP)
+        if self.capacity is None:
+            return fullest
+        if fullest > self.capacity:
+            raise RunnerError(
+                "pair_capacity_exceeded", f"a pair of peers exchanges {fullest} rows, its capacity is {self.capacity}"
+            )
+        return self.capacity
+
+
+class AllGatherFilter(_OverOneGroup):
     """Every row to every peer in one regular shape; each peer keeps what it owns. For few tokens.
 
     Rows are padded to the largest peer; padding never acquires identity, it is cut off by the agreed counts.
@@ -62,47 +170,146 @@ class AllGatherFilter:
 
     name = "all_gather_filter"
 
-    def __init__(self, group: ExpertGroup) -> None:
-        self.group = group
-
-    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Tensor:
-        return self._gather_and_filter(rows_ND, counts_PP)
-
-    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Tensor:
-        return self._gather_and_filter(rows_RD, tuple(zip(*counts_PP, strict=True)))
-
-    def _gather_and_filter(self, rows: Tensor, counts_PP: CountMatrix) -> Tensor:
-        mine = self.group.peer_slot
-        if _nothing_crosses(counts_PP):
-            return rows
+    def _move(self, rows: Tensor, counts_PP: CountMatrix) -> Exchange:
         capacity = max(sum(line) for line in counts_PP)
         padded = rows.new_zeros(capacity, rows.shape[1])
         padded[: rows.shape[0]] = rows
-        gathered = self.group.all_gather(padded)
-        kept = []
-        for peer, line in enumerate(counts_PP):
-            start = sum(line[:mine])
-            kept.append(gathered[peer, start : start + line[mine]])
-        return torch.cat(kept)
+        return StagedExchange(padded, [self.group.all_gather], lambda gathered: self._filter(gathered, counts_PP))
+
+    def _filter(self, gathered_PCD: Tensor, counts_PP: CountMatrix) -> Tensor:
+        mine = self.group.peer_slot
+        starts = [sum(line[:mine]) for line in counts_PP]
+        return torch.cat(
+            [
+                rows_CD[start : start + line[mine]]
+                for rows_CD, start, line in zip(gathered_PCD, starts, counts_PP, strict=True)
+            ]
+        )
+
+    def _on_links(self, counts_PP: CountMatrix) -> tuple[int, int]:
+        slots = max(sum(line) for line in counts_PP) * (len(counts_PP) - 1)
+        return slots, slots
 
 
-_TRANSPORTS: dict[str, type[AllToAllV] | type[AllGatherFilter]] = {
-    transport.name: transport for transport in (AllToAllV, AllGatherFilter)
-}
+class Chunked:
+    """Any transport in `chunks` exchanges, all in flight at once, each stage of one beside the next stage of another.
+
+    A chunk is a run of every pair's rows, so that both ends know its counts from the whole matrix.
+    """
+
+    def __init__(self, inner: Transport, chunks: int) -> None:
+        self.name, self.group = f"chunked_{inner.name}", inner.group
+        self._inner, self._chunks = inner, chunks
+
+    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Exchange:
+        return self._move(self._inner.dispatch, rows_ND, counts_PP, counts_PP)
+
+    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Exchange:
+        return self._move(self._inner.combine, rows_RD, counts_PP, transposed(counts_PP))
+
+    def _move(self, move: _Move, rows: Tensor, counts_PP: CountMatrix, flow_PP: CountMatrix) -> Exchange:
+        """`flow_PP` is the matrix as this direction flows: what I send is a row of it, what I receive a column."""
+        mine = self.group.peer_slot
+        sent, received = flow_PP[mine], [line[mine] for line in flow_PP]
+        exchanges, positions = [], []
+        for part, piece in self._parts(counts_PP):
+            exchanges.append(move(rows.index_select(0, chunk_positions(sent, part, rows.device)), piece))
+            positions.append(chunk_positions(received, part, rows.device))
+        return _ChunkedExchange(exchanges, positions)
+
+    def link_rows(self, counts_PP: CountMatrix) -> LinkRows:
+        pieces = [self._inner.link_rows(piece) for _, piece in self._parts(counts_PP)]
+        zero = RowSlots(0)
+        return LinkRows(
+            sent=sum((piece.sent for piece in pieces), zero),
+            received=sum((piece.received for piece in pieces), zero),
+            useful_sent=sum((piece.useful_sent for piece in pieces), zero),
+            useful_received=sum((piece.useful_received for piece in pieces), zero),
+        )
+
+    @property
+    def bytes_moved(self) -> tuple[int, int]:
+        return self._inner.bytes_moved
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _parts(self, counts_PP: CountMatrix) -> list[tuple[Part, CountMatrix]]:
+        parts = [(index, self._chunks) for index in range(self._chunks)]
+        return [(part, chunk_counts(counts_PP, part)) for part in parts]
 
 
-def transport_named(name: str, group: ExpertGroup) -> Transport:
-    """Choose a transport once, at construction; `ConfigError` lists the names."""
-    if name not in _TRANSPORTS:
-        raise ConfigError(f"transport must be one of {', '.join(sorted(_TRANSPORTS))}, found {name!r}")
-    return _TRANSPORTS[name](group)
+class _ChunkedExchange:
+    """Exchanges of one whole; `positions` say where each one's rows belong."""
+
+    __slots__ = ("_exchanges", "_positions", "_rows")
+
+    def __init__(self, exchanges: Sequence[Exchange], positions: Sequence[Tensor]) -> None:
+        self._exchanges, self._positions = exchanges, positions
+        self._rows: Tensor | None = None
+
+    @property
+    def state(self) -> ExchangeState:
+        return furthest_behind(self._exchanges)
+
+    def proceed(self) -> bool:
+        proceeding = [exchange.proceed() for exchange in self._exchanges]  # every one, not only the first that can
+        return any(proceeding)
+
+    def payload(self) -> Tensor:
+        if self._rows is None:
+            while self.proceed():
+                pass
+            pieces = [exchange.payload() for exchange in self._exchanges]
+            whole = pieces[0].new_empty(sum(map(len, pieces)), pieces[0].shape[1])
+            for piece, positions in zip(pieces, self._positions, strict=True):
+                whole.index_copy_(0, positions, piece)
+            self._rows = whole
+        return self._rows
+
+    def complete(self) -> None:
+        self.payload()
+        for exchange in self._exchanges:
+            exchange.complete()
 
 
-def _nothing_crosses(counts_PP: CountMatrix) -> bool:
+def nothing_crosses(counts_PP: CountMatrix) -> bool:
     """Every row stays with its peer: all know it from the same matrix, so all skip the collective together."""
     return all(sum(line) == line[source] for source, line in enumerate(counts_PP))
 
 
-def _splits(counts_PP: CountMatrix, peer: int) -> tuple[Sequence[int], Sequence[int]]:
-    """(rows I send to each peer, rows I receive from each peer): a row and a column of the matrix."""
-    return counts_PP[peer], [line[peer] for line in counts_PP]
+def transposed(counts_PP: CountMatrix) -> CountMatrix:
+    """What the way back moves."""
+    return tuple(zip(*counts_PP, strict=True))
+
+
+def padded_positions(counts_P: Sequence[int], capacity: int, device: torch.device) -> Tensor:
+    """Where consecutive runs of rows lie when each run has room for `capacity`: ([2, 0, 1], 2) -> [0, 1, 4]."""
+    starts = [peer * capacity for peer in range(len(counts_P))]
+    return runs(starts, counts_P).to(device)
+
+
+def chunk_span(rows: int, part: Part) -> tuple[int, int]:
+    """Which of consecutive rows are one part: those of n rows differ by one at most and cover all of them."""
+    index, parts = part
+    return rows * index // parts, rows * (index + 1) // parts
+
+
+def chunk_counts(counts_PP: CountMatrix, part: Part) -> tuple[tuple[int, ...], ...]:
+    """One part of every pair's rows."""
+    spans = [[chunk_span(rows, part) for rows in line] for line in counts_PP]
+    return tuple(tuple(end - start for start, end in line) for line in spans)
+
+
+def chunk_positions(counts_P: Sequence[int], part: Part, device: torch.device) -> Tensor:
+    """Where one part's rows lie among consecutive runs: of runs [3, 2] and two parts, [0, 3] and [1, 2, 4]."""
+    spans = [chunk_span(rows, part) for rows in counts_P]
+    starts = [at + start for at, (start, _) in zip(accumulate(counts_P, initial=0), spans, strict=False)]
+    return runs(starts, [end - start for start, end in spans]).to(device)
+
+
+def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Consecutive numbers from each start: ([4, 0], [2, 1]) -> [4, 5, 0]."""
+    shifts = [start - before for start, before in zip(starts, accumulate(lengths, initial=0), strict=False)]
+    shift = torch.tensor(shifts, dtype=torch.int64).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return shift.add_(torch.arange(shift.numel()))
