@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_moe.comm.transports import Transport
+from ray_moe.dataplane.captured import CapturedDecode, Executables
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
+from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import ReplicaPolicy
 from ray_moe.dataplane.runners import LayerWeights, Runner
+from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.identity import (
     CheckpointVersion,
     GlobalRank,
@@ -167,18 +170,21 @@ def layer_on(
     runner: Runner,
     policy: ReplicaPolicy,
     abi: HandleABI | None = None,
+    strategy: str = "bulk",
+    parts: int = 2,
+    executables: Executables | None = None,
+    top_k: int = 2,
 ) -> ExpertLayer:
-    """One peer's layer under `snapshot`."""
+    """One peer's layer under `snapshot`; with `executables`, decode units that fit are replayed."""
     slots = slot_map(snapshot, rank)
-    return ExpertLayer(
-        header_of(snapshot, rank, abi),
-        slots,
-        experts.slabs(slots, snapshot, rank),
-        transport,
-        runner,
-        policy,
-        LayerCounters(),
-    )
+    header, weights = header_of(snapshot, rank, abi), experts.slabs(slots, snapshot, rank)
+    captured = None
+    if executables is not None:
+        hidden = weights.down.shape[1]
+        captured = CapturedDecode.bind(executables, header, slots, hidden, top_k, torch.float32, transport)
+        captured.activate()
+    path = Path(transport, runner, strategy_named(strategy, parts))
+    return ExpertLayer(header, slots, weights, path, policy, LayerCounters(), captured)
 
 
 def named(where: object) -> Callable[[str], str]:

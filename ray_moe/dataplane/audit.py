@@ -1,11 +1,13 @@
 """Audits of one invocation: what sampled steps prove beyond the checks of the hot path.
 
-`check_handle` recomputes what a handle says from what it was made of. `trace_routes` sends every route's identity
-along the rows' own path and back. Letters: N routes, R received rows, P peers, S slots.
+`check_handles` recomputes what the handles say from what they were made of. `trace_routes` sends every route's identity
+along the rows' own path and back. Letters: N routes, n rows of one handle, R received rows, P peers, S slots.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,36 +16,80 @@ from torch import Tensor
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.dispatch import to_experts, to_senders
 from ray_moe.dataplane.handle import DispatchHandle
-from ray_moe.dataplane.plan import SlotMap, expert_order
+from ray_moe.dataplane.plan import Plan, SlotMap, expert_order
 from ray_moe.errors import HandleError
-from ray_moe.kernels.reference import permute, stable_order, unpermute
+from ray_moe.kernels.reference import permute, stable_order
 
 
-def check_handle(handle: DispatchHandle, slots: SlotMap) -> None:
+def audit(
+    handles: Sequence[DispatchHandle],
+    plans: Sequence[Plan],
+    slots: SlotMap,
+    transport: Transport,
+    fan_out: Counter[str],
+) -> None:
+    """Everything below, for the handles of one invocation (one each for a plan, or the chunks of the one plan).
+
+    All peers take part. `fan_out` gains the tokens of this invocation, and the ranks and nodes that they reached.
+    Raises `HandleError` naming the handle and what is wrong with it.
+    """
+    for handle in handles:
+        trace_routes(handle, slots, transport)
+    per_plan = len(handles) // len(plans)
+    for index, plan in enumerate(plans):
+        check_handles(handles[index * per_plan : (index + 1) * per_plan], slots)
+        _measure_fan_out(plan, slots, fan_out)
+
+
+def check_handles(handles: Sequence[DispatchHandle], slots: SlotMap) -> None:
     """Recount, and recompute every order, offset and split; `HandleError` names the first part that disagrees.
 
-    `slots` is the placement that the handle was bound under, as this peer compiled it.
+    `handles` are those of one plan. `slots` is the placement that they were bound under, as this peer compiled it.
     """
-    mine = slots.my_peer
-    keys_N = slots.dispatch_S[handle.physical_slot_N]
+    mine, whole = slots.my_peer, handles[0]
+    keys_N = slots.dispatch_S[whole.physical_slot_N]
     order_N, counts_S = stable_order(keys_N, slots.num_slots)
     sent = [int(counts_S[start:end].sum()) for start, end in pairwise(slots.peer_bounds_P1)]
-    positions_N = torch.arange(handle.route_count, device=handle.order_N.device)
+    if sum(sent) != whole.route_count or [sum(each) for each in _columns(handles)] != sent:
+        raise _refusal(whole, slots, "count")
+    at_N = torch.empty_like(order_N).index_copy_(0, order_N, torch.arange(order_N.numel(), device=order_N.device))
+    covered = torch.cat([handle.order_N for handle in handles])
+    if not torch.equal(covered.sort().values, torch.arange(whole.route_count, device=covered.device)):
+        raise _refusal(whole, slots, "inverse route")
+    for handle in handles:
+        _check_one(handle, slots, at_N, mine)
+
+
+def _columns(handles: Sequence[DispatchHandle]) -> list[tuple[int, ...]]:
+    return list(zip(*(handle.send_counts_P for handle in handles), strict=True))
+
+
+def _check_one(handle: DispatchHandle, slots: SlotMap, at_N: Tensor, mine: int) -> None:
+    """`at_N` is the send position that the whole plan gives each route: a handle's rows keep that order."""
     received_S = [sum(column) for column in zip(*handle.recv_counts_PS, strict=True)]
+    positions_n = at_N[handle.order_N]
     parts = {
-        "count": list(handle.send_counts_P) == sent and sum(sent) == handle.route_count,
-        "offset": handle.send_offsets_P1 == tuple(accumulate(sent, initial=0)),
-        "stable order": torch.equal(handle.order_N, order_N),
+        "offset": handle.send_offsets_P1 == tuple(accumulate(handle.send_counts_P, initial=0)),
+        "stable order": bool((positions_n.diff() > 0).all()),
         "split vector": handle.counts_PP[mine] == handle.send_counts_P
         and tuple(row[mine] for row in handle.counts_PP) == handle.recv_counts_P
-        and tuple(map(sum, handle.recv_counts_PS)) == handle.recv_counts_P,
+        and tuple(map(sum, handle.recv_counts_PS)) == handle.recv_counts_P
+        and _destinations(handle, slots) == list(handle.send_counts_P),
+        "inverse route": handle.order_N.numel() < handle.route_count
+        or torch.equal(permute(handle.order_N, handle.inverse_N), torch.arange(handle.route_count)),
         "local slot offset": handle.expert_offsets_S1 == tuple(accumulate(received_S, initial=0)),
-        "local slot order": torch.equal(handle.expert_order_R, expert_order(handle.recv_counts_PS, keys_N.device)),
-        "inverse route": torch.equal(permute(handle.order_N, handle.inverse_N), positions_N),
+        "local slot order": torch.equal(
+            handle.expert_order_R, expert_order(handle.recv_counts_PS, handle.order_N.device)
+        ),
     }
     for part, agrees in parts.items():
         if not agrees:
-            raise _refusal(handle, slots, f"its {part} does not follow from its routes")
+            raise _refusal(handle, slots, part)
+
+
+def _destinations(handle: DispatchHandle, slots: SlotMap) -> list[int]:
+    peers_n = slots.peer_S[handle.physical_slot_N[handle.order_N]]
+    return torch.bincount(peers_n, minlength=slots.num_peers).tolist()
 
 
 def trace_routes(handle: DispatchHandle, slots: SlotMap, transport: Transport) -> None:
@@ -52,19 +98,23 @@ def trace_routes(handle: DispatchHandle, slots: SlotMap, transport: Transport) -
     Two exchanges of [*, 3] int64 rows, in which all peers take part: (expert's slot in dispatch order, source peer
     slot, semantic position). Raises `HandleError` after both, so that the peers stay in step.
     """
-    positions_N = torch.arange(handle.route_count, device=handle.order_N.device)
-    identity_N3 = torch.stack(
-        [slots.dispatch_S[handle.physical_slot_N], torch.full_like(positions_N, slots.my_peer), positions_N], dim=1
+    positions_n = handle.order_N
+    identity_n3 = torch.stack(
+        [
+            slots.dispatch_S[handle.physical_slot_N[positions_n]],
+            torch.full_like(positions_n, slots.my_peer),
+            positions_n,
+        ],
+        dim=1,
     )
-    arrived_R3 = to_experts(transport.dispatch(permute(identity_N3, handle.order_N), handle.counts_PP), handle)
-    returned_N3 = unpermute(transport.combine(to_senders(arrived_R3, handle), handle.counts_PP), handle.order_N)
-    slot_R = _segments(handle, slots)
-    if not torch.equal(arrived_R3[:, 0], slot_R):
-        raise _refusal(handle, slots, "rows of other experts have arrived in its segments")
+    arrived_R3 = to_experts(transport.dispatch(identity_n3, handle.counts_PP).payload(), handle)
+    returned_n3 = transport.combine(to_senders(arrived_R3, handle), handle.counts_PP).payload()
+    if not torch.equal(arrived_R3[:, 0], _segments(handle, slots)):
+        raise _refusal(handle, slots, "rows", "of other experts have arrived in its segments")
     if len(torch.unique(arrived_R3[:, 1:], dim=0)) != len(arrived_R3):
-        raise _refusal(handle, slots, "a route has arrived more than once")
-    if not torch.equal(returned_N3, identity_N3):
-        raise _refusal(handle, slots, "its routes have come back to other places")
+        raise _refusal(handle, slots, "rows", "hold a route that has arrived more than once")
+    if not torch.equal(returned_n3, identity_n3):
+        raise _refusal(handle, slots, "rows", "have come back to other places")
 
 
 def _segments(handle: DispatchHandle, slots: SlotMap) -> Tensor:
@@ -74,8 +124,19 @@ def _segments(handle: DispatchHandle, slots: SlotMap) -> Tensor:
     return torch.arange(start, end, device=handle.order_N.device).repeat_interleave(rows_S)
 
 
-def _refusal(handle: DispatchHandle, slots: SlotMap, what: str) -> HandleError:
+def _measure_fan_out(plan: Plan, slots: SlotMap, fan_out: Counter[str]) -> None:
+    """Distinct ranks and nodes per token, of the assignment as it is: nothing is rerouted to lower them (0x07)."""
+    slots_TK = plan.physical_slot_N.view(-1, plan.routes.top_k)
+    fan_out["tokens"] += slots_TK.shape[0]
+    for what, owner_S in (("ranks", slots.peer_S), ("nodes", slots.domain_S)):
+        reached = torch.nn.functional.one_hot(owner_S[slots_TK], int(owner_S.max()) + 1).amax(dim=1)
+        fan_out[what] += int(reached.sum())
+
+
+def _refusal(
+    handle: DispatchHandle, slots: SlotMap, part: str, what: str = "does not follow from its routes"
+) -> HandleError:
     return HandleError(
         f"handle {handle.handle_id} of layer {slots.layer} (generation {slots.generation}, "
-        f"epoch {handle.header.epoch}): {what}"
+        f"epoch {handle.header.epoch}): its {part} {what}"
     )

@@ -1,53 +1,303 @@
-"""Dispatch and combine: inverses, kept together (specification 0x03C2, 0x03C3).
+"""Dispatch and combine: inverses, kept together (specification 0x03C2, 0x03C3, 0x03D4, 0x06F).
 
-Dispatch packs origin rows, exchanges them, and repacks what arrives to expert-major segments. Combine walks the same
-three permutations back in reverse and sums. Letters: T tokens, K top-k, N = T * K routes, R received rows, D hidden.
+A `Dispatcher` walks one handle at a time through four stages. Dispatch packs origin rows, exchanges them, and repacks
+what arrives to expert-major rows; combine walks the same permutations back. Between the two halves of each, the rows
+are on their way and this thread may do something else. Letters: T tokens, K top-k, N = T * K routes, n rows that one
+handle sends, R received rows, S this peer's slots, C slot capacity, D hidden, W width on the wire.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from ray_moe.comm.transports import Transport
+from ray_moe.comm.exchange import Exchange
+from ray_moe.comm.transports import Transport, padded_positions
+from ray_moe.dataplane.completion import Event, StagingPool
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
-from ray_moe.errors import HandleError, StaleHandleError
+from ray_moe.dataplane.precision import PayloadCodec, codec_named
+from ray_moe.dataplane.rows import ExpertRows, MaskedRows, Mode, SegmentedRows, require_mode
+from ray_moe.errors import CountMismatchError, HandleError, RunnerError, StageError, StaleHandleError
 from ray_moe.kernels.reference import permute, unpermute, weighted_combine
 
 
-def dispatch(hidden_TD: Tensor, handle: DispatchHandle, header: HandleHeader, transport: Transport) -> Tensor:
-    """Rows to their slots' owners; returns this peer's rows [R, D] in expert-major order.
+class Stage(Enum):
+    """Where a dispatcher stands (specification 0x06F)."""
 
-    Raises `StaleHandleError` when handle, header and group are not of one generation and epoch, `HandleError` when the
-    rows have another dtype than the ABI's payload, `IllegalTransitionError` when the handle was dispatched before,
-    `CollectiveError` when the epoch breaks.
+    INITIAL = "INITIAL"
+    AFTER_DISPATCH_A = "AFTER_DISPATCH_A"
+    AFTER_DISPATCH_B = "AFTER_DISPATCH_B"
+    AFTER_COMBINE_A = "AFTER_COMBINE_A"
+
+
+# stage -> {operation: next}. A dispatcher's fields hold the inverse of what is in flight, so a second dispatch before
+# the combine would overwrite what the first one needs (0x06C). `reset` is ours: an abandoned handle frees its seat.
+STAGES: dict[Stage, dict[str, Stage]] = {
+    Stage.INITIAL: {"dispatch_a": Stage.AFTER_DISPATCH_A, "reset": Stage.INITIAL},
+    Stage.AFTER_DISPATCH_A: {"dispatch_b": Stage.AFTER_DISPATCH_B, "reset": Stage.INITIAL},
+    Stage.AFTER_DISPATCH_B: {"combine_a": Stage.AFTER_COMBINE_A, "reset": Stage.INITIAL},
+    Stage.AFTER_COMBINE_A: {"combine_b": Stage.INITIAL, "reset": Stage.INITIAL},
+}
+
+SEND, RECEIVE, INPUT = "packed_send_payload", "source_major_receive", "local_expert_input"
+OUTPUT, RETURNED = "expert_output_return_payload", "returned_source_order_rows"
+
+
+class Dispatcher:
+    """One seat for a handle in flight, over one transport, in one mode.
+
+    `slot_capacity` is C of low-latency mode; None takes the fullest slot of each call. `staging` lends the packed send
+    rows and gets them back once nobody reads them. Every method raises `StageError` out of turn, leaving stage and
+    handle as they were, and `CollectiveError` when the epoch breaks.
     """
-    _fence(handle, header, transport, "dispatch")
-    if hidden_TD.dtype != header.abi.payload:
+
+    def __init__(
+        self,
+        header: HandleHeader,
+        transport: Transport,
+        mode: Mode = Mode.NORMAL,
+        *,
+        slot_capacity: int | None = None,
+        staging: StagingPool | None = None,
+    ) -> None:
+        self.header, self.transport, self.mode, self.slot_capacity = header, transport, mode, slot_capacity
+        self.stage = Stage.INITIAL
+        self._staging = staging if staging is not None else StagingPool()
+        self._handle: DispatchHandle | None = None
+        self._exchange: Exchange | None = None
+        self._gates_R1: Tensor | None = None
+        self._codec: PayloadCodec | None = None
+
+    # ---- the four stages ----
+
+    def pack(self, hidden_TD: Tensor, handle: DispatchHandle) -> Tensor:
+        """The handle's rows [n, W] as they go on the wire, in send order. The first step of its dispatch.
+
+        Raises `StaleHandleError` when handle, header and group are not of one generation and epoch, `StageError` for a
+        handle of the other mode, `HandleError` when the rows have another dtype than the ABI's payload,
+        `IllegalTransitionError` when the handle was dispatched before.
+        """
+        self._fence(handle, "dispatch")
+        if hidden_TD.dtype != self.header.abi.payload:
+            raise HandleError(
+                f"dispatch of handle {handle.handle_id}: the ABI's payload is {self.header.abi.payload}, "
+                f"found {hidden_TD.dtype}"
+            )
+        handle.lifetime.advance("submit_dispatch")
+        codec = self._codec_of(hidden_TD.shape[1])
+        wire_TW = codec.encode(hidden_TD)
+        send_nW = self._staging.take(handle.order_N.numel(), codec.wire_width, codec.wire_dtype, hidden_TD.device)
+        # With nothing to send to others the packed rows are also what arrives, and the experts read them.
+        last_reader = Event.DISPATCH_COMPLETE if handle.crosses else Event.EXPERT_COMPLETE
+        handle.completion.hold(SEND, send_nW.nbytes, last_reader, partial(self._staging.give_back, send_nW))
+        # Semantic order is token-major, so route r is one of token r // K. Scales lie in the rows and move with them.
+        torch.index_select(wire_TW, 0, handle.order_N // handle.top_k, out=send_nW)
+        handle.completion.complete(Event.DISPATCH_PACKED)
+        return send_nW
+
+    def dispatch_a(self, send_nW: Tensor, handle: DispatchHandle) -> None:
+        """Submit packed rows to their slots' owners. `CompletionError` when the handle's rows are not packed."""
+        following = self._following("dispatch_a")
+        handle.completion.require(Event.DISPATCH_PACKED, "the exchange")
+        self._handle, self.stage = handle, following
+        self._exchange = self.transport.dispatch(send_nW, handle.counts_PP)
+        if self.header.abi.gate_location == "expert":
+            self._gates_R1 = self._send_gates(handle)
+
+    def dispatch_b(self) -> ExpertRows:
+        """Wait for this peer's rows and repack them expert-major, in the type of the dispatcher's mode.
+
+        Raises `CountMismatchError` when other rows have arrived than the peers agreed on: before any expert computes.
+        """
+        following, handle, exchange = self._in_flight("dispatch_b")
+        arrived_RW = exchange.payload()
+        if arrived_RW.shape[0] != handle.expert_offsets_S1[-1]:
+            raise CountMismatchError(
+                f"handle {handle.handle_id}: {arrived_RW.shape[0]} rows have arrived, "
+                f"{handle.expert_offsets_S1[-1]} were agreed"
+            )
+        exchange.complete()
+        done = handle.completion
+        done.complete(Event.DISPATCH_COMPLETE)
+        done.hold(RECEIVE, arrived_RW.nbytes, Event.EXPERT_INPUT_READY)
+        if handle.crosses:  # else what has arrived is what was packed
+            done.release(SEND)
+        assert self._codec is not None
+        rows = self._laid_out(self._codec.decode(to_experts(arrived_RW, handle), self.header.abi.payload), handle)
+        done.complete(Event.EXPERT_INPUT_READY)
+        done.release(RECEIVE)
+        done.hold(INPUT, arrived_RW.nbytes, Event.EXPERT_COMPLETE)
+        handle.lifetime.advance("complete_dispatch")
+        self.stage = following
+        return rows
+
+    def combine_a(self, rows: ExpertRows) -> None:
+        """Submit the experts' outputs to their origins.
+
+        Raises `StageError` for rows of the other mode, `StaleHandleError` when the handle's generation or epoch is no
+        longer the dispatcher's, `CountMismatchError` for another number of rows than dispatch gave.
+        """
+        following, handle, _ = self._in_flight("combine_a")
+        require_mode(rows, self.mode, f"combine of handle {handle.handle_id}")
+        self._fence(handle, "combine")
+        outputs_RD = self._unlaid(rows, handle)
+        if self._gates_R1 is not None:
+            outputs_RD = outputs_RD * self._gates_R1
+        done = handle.completion
+        done.complete(Event.EXPERT_COMPLETE)
+        done.release(INPUT)
+        if not handle.crosses:
+            done.release(SEND)
+        handle.lifetime.advance("run_experts")
+        handle.lifetime.advance("submit_combine")
+        back_RD = to_senders(outputs_RD.to(self.header.abi.returned), handle)
+        done.hold(OUTPUT, back_RD.nbytes, Event.COMBINE_COMPLETE)
+        self._exchange = self.transport.combine(back_RD, handle.counts_PP)
+        self.stage = following
+
+    def combine_b(self) -> Tensor:
+        """Wait for the returned rows [n, D], in the handle's send order; the seat is free again."""
+        following, handle, exchange = self._in_flight("combine_b")
+        returned_nD = exchange.payload()
+        exchange.complete()
+        done = handle.completion
+        done.complete(Event.COMBINE_COMPLETE)
+        done.release(OUTPUT)
+        done.hold(RETURNED, returned_nD.nbytes, Event.OUTPUT_READY)
+        handle.lifetime.advance("complete_combine")
+        self.stage = following
+        self._handle = self._exchange = self._gates_R1 = None
+        return returned_nD
+
+    # ---- both halves at once ----
+
+    def dispatch(self, hidden_TD: Tensor, handle: DispatchHandle) -> ExpertRows:
+        """`pack`, `dispatch_a` and `dispatch_b`."""
+        self._following("dispatch_a")
+        self.dispatch_a(self.pack(hidden_TD, handle), handle)
+        return self.dispatch_b()
+
+    def combine(self, rows: ExpertRows) -> Tensor:
+        """`combine_a`, `combine_b` and the weighted sum of the one handle: [T, D] in the payload's dtype."""
+        self.combine_a(rows)
+        handle = self._handle
+        returned_nD = self.combine_b()
+        assert handle is not None
+        return weighted_sum([(handle, returned_nD)])
+
+    def reset(self) -> None:
+        """Free the seat of a handle that was abandoned."""
+        self.stage = self._following("reset")
+        self._handle = self._exchange = self._gates_R1 = None
+
+    # ---- details ----
+
+    def _codec_of(self, width: int) -> PayloadCodec:
+        if self._codec is None or self._codec.width != width:
+            self._codec = codec_named(self.header.abi.payload_format, width, self.header.abi.payload)
+        return self._codec
+
+    def _send_gates(self, handle: DispatchHandle) -> Tensor:
+        """The gates of this peer's rows, along the rows' own path. In fp32: routers differ in dtype, a wire may not."""
+        gates_N1 = handle.gates_TK.reshape(-1, 1).to(torch.float32)
+        arrived = self.transport.dispatch(permute(gates_N1, handle.order_N), handle.counts_PP)
+        return to_experts(arrived.payload(), handle)
+
+    def _laid_out(self, rows_RD: Tensor, handle: DispatchHandle) -> ExpertRows:
+        offsets_S1 = handle.expert_offsets_S1
+        if self.mode is Mode.NORMAL:
+            return SegmentedRows(rows_RD, offsets_S1)
+        counts_S = tuple(end - start for start, end in pairwise(offsets_S1))
+        capacity = self._capacity(counts_S, handle)
+        rows_SCD = rows_RD.new_zeros(len(counts_S), capacity, rows_RD.shape[1])
+        rows_SCD.view(-1, rows_RD.shape[1]).index_copy_(0, _positions(counts_S, capacity, rows_RD.device), rows_RD)
+        return MaskedRows(rows_SCD, counts_S)
+
+    def _unlaid(self, rows: ExpertRows, handle: DispatchHandle) -> Tensor:
+        """The inverse of `_laid_out`: valid rows only, expert-major."""
+        if isinstance(rows, MaskedRows):
+            self._require_counts(rows.counts_S, handle)
+            capacity, width = rows.rows_SCD.shape[1:]
+            flat = rows.rows_SCD.reshape(-1, width)
+            return flat.index_select(0, _positions(rows.counts_S, capacity, flat.device))
+        self._require_counts([end - start for start, end in pairwise(rows.offsets_S1)], handle)
+        return rows.rows_RD
+
+    def _capacity(self, counts_S: Sequence[int], handle: DispatchHandle) -> int:
+        fullest = max(counts_S, default=0)
+        if self.slot_capacity is None:
+            return fullest
+        if fullest > self.slot_capacity:
+            raise RunnerError(
+                "slot_capacity_exceeded",
+                f"handle {handle.handle_id}: a slot has {fullest} rows, its capacity is {self.slot_capacity}",
+            )
+        return self.slot_capacity
+
+    def _require_counts(self, counts_S: Sequence[int], handle: DispatchHandle) -> None:
+        agreed = [end - start for start, end in pairwise(handle.expert_offsets_S1)]
+        if list(counts_S) != agreed:
+            raise CountMismatchError(
+                f"combine of handle {handle.handle_id}: rows per slot are {list(counts_S)}, dispatch gave {agreed}"
+            )
+
+    def _fence(self, handle: DispatchHandle, operation: str) -> None:
+        handle.require(self.header, operation)
+        if handle.mode is not self.mode:
+            raise StageError(
+                f"{operation} of handle {handle.handle_id}: it is of mode {handle.mode}, the dispatcher of {self.mode}"
+            )
+        group = self.transport.group.spec
+        if group.epoch != self.header.epoch or group.process_group_id.value != self.header.process_group_id:
+            raise StaleHandleError(
+                f"{operation} of handle {handle.handle_id}: bound to group {self.header.process_group_id} epoch "
+                f"{self.header.epoch}, the transport runs {group.process_group_id} epoch {group.epoch}"
+            )
+
+    def _following(self, operation: str) -> Stage:
+        following = STAGES[self.stage].get(operation)
+        if following is None:
+            open_handle = f" with handle {self._handle.handle_id} in flight" if self._handle is not None else ""
+            raise StageError(f"{operation} is illegal in stage {self.stage.value}{open_handle}")
+        return following
+
+    def _in_flight(self, operation: str) -> tuple[Stage, DispatchHandle, Exchange]:
+        following = self._following(operation)
+        assert self._handle is not None
+        assert self._exchange is not None
+        return following, self._handle, self._exchange
+
+
+def weighted_sum(parts: Sequence[tuple[DispatchHandle, Tensor]]) -> Tensor:
+    """The gate-weighted sum per token over the handles of one plan: [T, D] in the payload's dtype (0x03C3).
+
+    `parts` are handles with their returned rows [n, D]; together they must cover every route. Raises `HandleError` when
+    they do not, and `CompletionError` when one of them is not combined yet.
+    """
+    handle, returned_nD = parts[0]
+    abi = handle.header.abi
+    covered = sum(one.order_N.numel() for one, _ in parts)
+    if covered != handle.route_count:
         raise HandleError(
-            f"dispatch of handle {handle.handle_id}: the ABI's payload is {header.abi.payload}, found {hidden_TD.dtype}"
+            f"handle {handle.handle_id}: the handles to sum cover {covered} of {handle.route_count} routes"
         )
-    handle.lifetime.advance("submit_dispatch")
-    # Semantic order is token-major, so route r is one of token r // K.
-    send_rows_ND = permute(hidden_TD, handle.order_N // handle.top_k)
-    rows_RD = to_experts(transport.dispatch(send_rows_ND, handle.counts_PP), handle)
-    handle.lifetime.advance("complete_dispatch")
-    return rows_RD
-
-
-def combine(rows_RD: Tensor, handle: DispatchHandle, header: HandleHeader, transport: Transport) -> Tensor:
-    """Expert outputs back to their origins, then the gate-weighted sum per token: [T, D] in the payload's dtype.
-
-    Raises as `dispatch`; a second combine of one handle is an `IllegalTransitionError`.
-    """
-    _fence(handle, header, transport, "combine")
-    handle.lifetime.advance("submit_combine")
-    gates_TK: Tensor | None = handle.gates_TK
-    if header.abi.gate_location == "expert":
-        rows_RD, gates_TK = rows_RD * _gates_R1(handle, transport), None
-    returned_ND = transport.combine(to_senders(rows_RD.to(header.abi.returned), handle), handle.counts_PP)
-    handle.lifetime.advance("complete_combine")
-    return weighted_combine(unpermute(returned_ND, handle.order_N), gates_TK, handle.top_k, header.abi.payload)
+    if len(parts) == 1:
+        rows_ND = unpermute(returned_nD, handle.order_N)
+    else:
+        rows_ND = returned_nD.new_empty(handle.route_count, returned_nD.shape[1])
+        for one, rows in parts:
+            rows_ND.index_copy_(0, one.order_N, rows)
+    gates_TK = None if abi.gate_location == "expert" else handle.gates_TK
+    out_TD = weighted_combine(rows_ND, gates_TK, handle.top_k, abi.payload)
+    for one, _ in parts:
+        one.completion.complete(Event.OUTPUT_READY)
+        one.completion.release(RETURNED)
+    return out_TD
 
 
 def to_experts(arrived_RD: Tensor, handle: DispatchHandle) -> Tensor:
@@ -60,17 +310,6 @@ def to_senders(rows_RD: Tensor, handle: DispatchHandle) -> Tensor:
     return rows_RD if handle.arrives_expert_major else unpermute(rows_RD, handle.expert_order_R)
 
 
-def _gates_R1(handle: DispatchHandle, transport: Transport) -> Tensor:
-    """The gates of this peer's rows, along the rows' own path. In fp32: routers differ in dtype, a wire may not."""
-    gates_N1 = handle.gates_TK.reshape(-1, 1).to(torch.float32)
-    return to_experts(transport.dispatch(permute(gates_N1, handle.order_N), handle.counts_PP), handle)
-
-
-def _fence(handle: DispatchHandle, header: HandleHeader, transport: Transport, operation: str) -> None:
-    handle.require(header, operation)
-    group = transport.group.spec
-    if group.epoch != header.epoch or group.process_group_id.value != header.process_group_id:
-        raise StaleHandleError(
-            f"{operation} of handle {handle.handle_id}: bound to group {header.process_group_id} epoch {header.epoch}, "
-            f"the transport runs {group.process_group_id} epoch {group.epoch}"
-        )
+def _positions(counts_S: Sequence[int], capacity: int, device: torch.device) -> Tensor:
+    """Where the valid rows lie in a flattened [S, C, D]."""
+    return padded_positions(counts_S, capacity, device)

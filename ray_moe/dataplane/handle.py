@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ray_moe.comm.transports import nothing_crosses
+from ray_moe.dataplane.completion import Completion, Event
 from ray_moe.dataplane.plan import Layout, Plan, expert_order
+from ray_moe.dataplane.precision import codec_named, gate_location_named
+from ray_moe.dataplane.rows import Mode
 from ray_moe.errors import ConfigError, IllegalTransitionError, StaleHandleError
 from ray_moe.kernels.reference import inverse_of
 from ray_moe.placement import Lease, PlacementSnapshot
@@ -73,22 +77,24 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class HandleABI:
-    """What the two ends of an exchange must agree on beyond shapes: the dtypes on the wire and who applies the gate.
+    """What the two ends of an exchange must agree on beyond shapes: what is on the wire and who applies the gate.
 
-    Raises `ConfigError` for a dtype that torch does not have and for another gate location than `origin` or `expert`.
+    `payload_format` is how dispatch represents rows of `payload_dtype` (`precision.codec_named`). Raises `ConfigError`
+    for a dtype that torch does not have, an unknown format, and another gate location than `origin` or `expert`.
     """
 
     payload_dtype: str = "float32"
     return_dtype: str = "float32"
     gate_location: str = "origin"
+    payload_format: str = "native"
     handle_version: str = "ray_moe.handle/1"
 
     def __post_init__(self) -> None:
         for role in ("payload_dtype", "return_dtype"):
             if not isinstance(getattr(torch, getattr(self, role), None), torch.dtype):
                 raise ConfigError(f"{role} must name a torch dtype, found {getattr(self, role)!r}")
-        if self.gate_location not in ("origin", "expert"):
-            raise ConfigError(f"gate_location must be 'origin' or 'expert', found {self.gate_location!r}")
+        gate_location_named(self.gate_location)
+        codec_named(self.payload_format, 1, self.payload)
 
     @property
     def payload(self) -> torch.dtype:
@@ -100,6 +106,8 @@ class HandleABI:
         """Dtype of the rows that combine sends back."""
         return getattr(torch, self.return_dtype)
 
+
+ROUTE_HANDLE = "route_handle"
 
 # A header's fields that name its holder; the others are one step's common ground.
 _HOLDERS_OWN = ("lease_id", "holder")
@@ -170,17 +178,25 @@ class HandleHeader:
         plan: Plan,
         layout: Layout,
         *,
+        mode: Mode = Mode.NORMAL,
+        order_N: Tensor | None = None,
         semantic_digest: str | None = None,
     ) -> DispatchHandle:
         """The handle of one invocation: this header, the plan's tensors, and the layout that all peers agreed on.
 
-        Leaves the invocation in DISPATCH_METADATA_READY. Raises `StaleHandleError` when the plan was made under another
-        generation.
+        `mode` types the handle: only a dispatcher of that mode takes it. `order_N` is given for a chunk of the plan's
+        rows, whose layout then is `layout`. Leaves the invocation in DISPATCH_METADATA_READY. Raises `StaleHandleError`
+        when the plan was made under another generation.
         """
         if plan.generation != self.generation:
             raise StaleHandleError(f"plan of generation {plan.generation} cannot bind to a lease of {self.generation}")
         lifetime = self.lifetime(step, unit, layer, chunk)
         lifetime.advance("plan")
+        completion = Completion(lifetime.handle_id)
+        completion.complete(Event.ROUTE_READY)
+        order_N = plan.order_N if order_N is None else order_N
+        held = plan.physical_slot_N.nbytes + order_N.nbytes + plan.routes.topk_weights.nbytes
+        completion.hold(ROUTE_HANDLE, held, Event.HANDLE_RELEASED)
         return DispatchHandle(
             header=self,
             handle_id=lifetime.handle_id,
@@ -193,7 +209,7 @@ class HandleHeader:
             route_count=plan.routes.num_routes,
             top_k=plan.routes.top_k,
             physical_slot_N=plan.physical_slot_N,
-            order_N=plan.order_N,
+            order_N=order_N,
             gates_TK=plan.routes.topk_weights,
             send_counts_P=layout.send_counts_P,
             send_offsets_P1=layout.send_offsets_P1,
@@ -201,7 +217,9 @@ class HandleHeader:
             recv_counts_PS=layout.recv_counts_PS,
             counts_PP=layout.counts_PP,
             expert_offsets_S1=layout.expert_offsets_S1,
+            mode=mode,
             lifetime=lifetime,
+            completion=completion,
         )
 
 
@@ -210,10 +228,11 @@ class DispatchHandle:
     """Everything combine needs, and the coordinates it must be used under (union of 0x01D2 and 0x0CB).
 
     Origin side: `physical_slot_N` (manifest positions) in semantic order; `order_N` send position -> semantic position
-    and its inverse `inverse_N`; `origin_token_N`, `route_slot_N`, `gates_TK`; `send_counts_P` and `send_offsets_P1`
-    (exclusive sums with the sentinel) in peer-slot order. Owner side: `recv_counts_P`, `recv_counts_PS` per source and
-    local slot, `expert_order_R` expert-major position -> receive position, `expert_offsets_S1` bounds of the local
-    slots' segments. `counts_PP[source][destination]` is the matrix that all peers checked.
+    (of a chunk: for its own rows) and its inverse `inverse_N`; `origin_token_N`, `route_slot_N`, `gates_TK`;
+    `send_counts_P` and `send_offsets_P1` (exclusive sums with the sentinel) in peer-slot order. Owner side:
+    `recv_counts_P`, `recv_counts_PS` per source and local slot, `expert_order_R` expert-major position -> receive
+    position, `expert_offsets_S1` bounds of the local slots' segments. `counts_PP[source][destination]` is the matrix
+    that all peers checked. `mode` says which dispatchers take it.
 
     What follows from other fields is made when it is first asked for.
     """
@@ -237,7 +256,9 @@ class DispatchHandle:
     recv_counts_PS: tuple[tuple[int, ...], ...]
     counts_PP: tuple[tuple[int, ...], ...]
     expert_offsets_S1: tuple[int, ...]
+    mode: Mode
     lifetime: Lifetime
+    completion: Completion
 
     @cached_property
     def origin_token_N(self) -> Tensor:
@@ -255,10 +276,30 @@ class DispatchHandle:
     def expert_order_R(self) -> Tensor:
         return expert_order(self.recv_counts_PS, self.order_N.device)
 
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether any peer sends a row to another one: known alike to all of them."""
+        return not nothing_crosses(self.counts_PP)
+
     @property
     def arrives_expert_major(self) -> bool:
         """With rows from one source only there is nothing to repack: a source sends in slot order."""
         return sum(map(bool, self.recv_counts_P)) <= 1
+
+    def release(self) -> None:
+        """The output is ready and nobody reads this handle any more: the last of its events and states.
+
+        Raises `CompletionError` or `IllegalTransitionError` before that.
+        """
+        self.completion.complete(Event.HANDLE_RELEASED)
+        self.completion.release(ROUTE_HANDLE)
+        self.lifetime.advance("release")
+
+    def abandon(self) -> None:
+        """Give back whatever the invocation holds: it will never be completed. No second time is an error."""
+        if self.lifetime.state is not State.DISPATCH_STATE_RELEASABLE:
+            self.lifetime.advance("abandon")
+            self.completion.abandon()
 
     def require(self, header: HandleHeader, operation: str) -> None:
         """The fence of 0x02B3: everything that peers of a step share is the handle's own, or `StaleHandleError`."""

@@ -1,73 +1,80 @@
 """One MoE layer, in order. READ FIRST.
 
-    routes -> plan -> (counts agreed by all peers) -> dispatch -> experts -> combine
+    routes -> plan -> (counts agreed by all peers) -> admit -> dispatch -> experts -> combine
 
 Every invocation runs under exactly one header: one release, placement generation, group and epoch. All peers of the
-group call `forward` for the same layer of the same unit, with zero tokens when they have none. Letters: T tokens,
-K top-k, R received rows, D hidden, S physical slots.
+group call `forward` for the same layer of the same unit, with zero tokens when they have none. How the last three are
+executed is the path's: `paths.py` for units of any size, `captured.py` for decode units that fit a fixed shape.
+Letters: T tokens, K top-k, R received rows, D hidden, S physical slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ray_moe.comm.transports import Transport
-from ray_moe.dataplane.audit import check_handle, trace_routes
-from ray_moe.dataplane.dispatch import combine, dispatch
+from ray_moe.comm.transports import chunk_span
+from ray_moe.dataplane.audit import audit
+from ray_moe.dataplane.captured import CapturedDecode
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
-from ray_moe.dataplane.plan import Plan, SlotMap, agree_layout, layout_record, make_plan, refusal_record
+from ray_moe.dataplane.paths import Path, SharedExpert
+from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay
+from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
 from ray_moe.dataplane.policies import ReplicaPolicy
-from ray_moe.dataplane.runners import LayerWeights, Runner
+from ray_moe.dataplane.runners import LayerWeights
 from ray_moe.errors import ConfigError, RoutesError, StaleHandleError
 from ray_moe.routes import Routes
-
-# The unit kinds of the step agreement, numbered for the count exchange.
-UNIT_KINDS = {"prefill": 0, "decode": 1, "bare": 2}
 
 
 @dataclass
 class LayerCounters:
-    """Exact totals since the layer was built. Remote rows crossed to another peer; local ones did not."""
+    """Exact totals since the layer was built; each counts one thing.
+
+    Remote rows crossed to another peer, local ones did not. Decode units were replayed, or fell back for a reason.
+    `peak_live_bytes` is the most that one invocation held in named buffers. `fan_out` counts audited tokens, and the
+    ranks and nodes that their routes reached.
+    """
 
     invocations: int = 0
     rows_local: int = 0
     rows_sent: int = 0
     rows_received: int = 0
     audited: int = 0
+    replays: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    peak_live_bytes: int = 0
+    fan_out: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """Which execution of a layer this is: step id, unit kind, chunk of the unit, and whether it is audited.
+    """Which execution of a layer this is: step id, unit kind, and whether it is audited.
 
-    Raises `ConfigError` for a unit that the step agreement does not know, and for a chunk outside [0, 256).
+    Raises `ConfigError` for a unit that the step agreement does not know.
     """
 
     step: int
-    unit: str
-    chunk: int = 0
+    unit: Phase
     audit: bool = False
 
     def __post_init__(self) -> None:
-        if self.unit not in UNIT_KINDS or not 0 <= self.chunk < 256:
-            raise ConfigError(
-                f"unit must be one of {', '.join(UNIT_KINDS)} and chunk in [0, 256), "
-                f"found {self.unit!r} and {self.chunk}"
-            )
+        if self.unit not in PHASES:
+            raise ConfigError(f"unit must be one of {', '.join(PHASES)}, found {self.unit!r}")
 
     def number(self, layer: int) -> int:
         """A number that all peers must agree on before payload moves."""
-        coordinates = (self.step * len(UNIT_KINDS) + UNIT_KINDS[self.unit]) * 4096 + layer
-        return (coordinates * 256 + self.chunk) * 2 + self.audit
+        return ((self.step * len(PHASES) + PHASES.index(self.unit)) * 4096 + layer) * 2 + self.audit
 
 
 class ExpertLayer:
     """One MoE layer of one generation on one peer.
 
-    Raises `StaleHandleError` when header, slots and transport are not of one generation, group and seat.
+    `captured` replays decode units that fit; every other unit takes `path`. Raises `StaleHandleError` when header,
+    slots and transport are not of one generation, group and seat.
     """
 
     def __init__(
@@ -75,12 +82,12 @@ class ExpertLayer:
         header: HandleHeader,
         slots: SlotMap,
         weights: LayerWeights,
-        transport: Transport,
-        runner: Runner,
+        path: Path,
         policy: ReplicaPolicy,
         counters: LayerCounters,
+        captured: CapturedDecode | None = None,
     ) -> None:
-        group = transport.group
+        group = path.transport.group
         if (header.generation, header.epoch) != (slots.generation, group.spec.epoch):
             raise StaleHandleError(
                 f"layer {slots.layer}: header of generation {header.generation} epoch {header.epoch}, "
@@ -92,74 +99,121 @@ class ExpertLayer:
                 f"this is peer {group.peer_slot} of {len(group.spec)}"
             )
         self.header, self.slots, self.weights = header, slots, weights
-        self.transport, self.runner, self.policy = transport, runner, policy
-        self.counters = counters
+        self.path, self.captured = path, captured
+        self.policy, self.counters = policy, counters
 
-    def forward(self, hidden_TD: Tensor, routes: Routes, invocation: Invocation) -> Tensor:
+    def forward(
+        self, hidden_TD: Tensor, routes: Routes, invocation: Invocation, shared: SharedExpert | None = None
+    ) -> Tensor:
         """Gate-weighted sum of the routed experts for each token, [T, D], same dtype as `hidden_TD`.
 
-        Raises `RoutesError` for hidden rows that do not fit the routes and for ids outside [0, E), `HandleError` when
-        an audit finds a mistake, `CollectiveError` when the epoch breaks; `CountMismatchError` on every peer when they
-        disagree, and on the others when one of them could not plan. When it raises, its handle is abandoned, not left
-        in flight.
+        `shared` is called at most once, while routed rows are in flight, by a strategy that has a place for it. Raises
+        `RoutesError` for hidden rows that do not fit the routes and for ids outside [0, E), `HandleError` when an audit
+        finds a mistake, `CollectiveError` when the epoch breaks; `CountMismatchError` on every peer when they disagree,
+        and on the others when one of them could not plan. When it raises, its handles are abandoned, not left in
+        flight.
         """
         sealed = routes.seal() if invocation.audit else None
-        plan = self._plan(hidden_TD, routes, invocation)
-        record = layout_record(plan, self.header.digest64, invocation.number(self.slots.layer))
-        layout = agree_layout(self.transport.group.gather_counts(record), self.slots)
-        handle = self.header.bind(
-            invocation.step,
-            invocation.unit,
-            self.slots.layer,
-            invocation.chunk,
-            plan,
-            layout,
-            semantic_digest=sealed,
-        )
-        try:
-            rows_RD = dispatch(hidden_TD, handle, self.header, self.transport)
-            rows_RD = self.runner.run(rows_RD, handle.expert_offsets_S1, self.weights)
-            handle.lifetime.advance("run_experts")
-            out_TD = combine(rows_RD, handle, self.header, self.transport)
-            if sealed is not None:
-                self._audit(handle, routes, sealed)
-        except BaseException:
-            handle.lifetime.advance("abandon")
-            raise
-        handle.lifetime.advance("release")
-        self._count(handle.send_counts_P, handle.recv_counts_P)
+        batches = self._batches(routes)
+        plans = self._plan(hidden_TD, batches, invocation)
+        number = invocation.number(self.slots.layer)
+        record = layout_record(plans, self.header.digest64, number)
+        gathered = self.path.transport.group.gather_counts(record)
+        layouts = agree_layouts(gathered, self.slots, len(batches))
+
+        def run(path: Path, hidden_TD: Tensor) -> Tensor:
+            rows = hidden_TD.split([batch.num_tokens for batch in batches])
+            return self._run(path, rows, plans, layouts, invocation, sealed, shared)
+
+        decision = self._admit(invocation, layouts, routes.top_k)
+        if self.captured is not None and isinstance(decision, Replay):
+            out_TD = self.captured.replay(decision, number, hidden_TD, routes, layouts[0], run)
+        else:
+            out_TD = run(self.path, hidden_TD)
+        if sealed is not None:
+            routes.verify(sealed)
+            self.counters.audited += 1
         return out_TD
 
-    def _plan(self, hidden_TD: Tensor, routes: Routes, invocation: Invocation) -> Plan:
+    def _batches(self, routes: Routes) -> list[Routes]:
+        """The unit's tokens as the strategy takes them; all peers cut as many batches, empty ones too."""
+        parts = self.path.strategy.batches
+        if parts == 1:
+            return [routes]
+        spans = [chunk_span(routes.num_tokens, (index, parts)) for index in range(parts)]
+        return [
+            replace(
+                routes,
+                topk_ids=routes.topk_ids[start:end],
+                topk_weights=routes.topk_weights[start:end],
+                first_route_id=routes.first_route_id + start * routes.top_k,
+            )
+            for start, end in spans
+        ]
+
+    def _plan(self, hidden_TD: Tensor, batches: Sequence[Routes], invocation: Invocation) -> list[Plan]:
         try:
-            expected = (routes.num_tokens, self.weights.down.shape[1])
+            expected = (sum(batch.num_tokens for batch in batches), self.weights.down.shape[1])
             if tuple(hidden_TD.shape) != expected or hidden_TD.dtype != self.header.abi.payload:
                 raise RoutesError(
                     f"layer {self.slots.layer}: hidden must be {list(expected)} in {self.header.abi.payload}, "
                     f"found {list(hidden_TD.shape)} in {hidden_TD.dtype}"
                 )
-            return make_plan(routes, self.slots, self.policy)
+            return [make_plan(batch, self.slots, self.policy) for batch in batches]
         except Exception:
             # The others wait for our counts. Told so, they refuse this invocation too, and the epoch can go on.
-            refusal = refusal_record(self.slots, self.header.digest64, invocation.number(self.slots.layer))
-            self.transport.group.gather_counts(refusal)
+            number = invocation.number(self.slots.layer)
+            refusal = refusal_record(self.slots, self.header.digest64, number, len(batches))
+            self.path.transport.group.gather_counts(refusal)
             raise
 
-    def _audit(self, handle: DispatchHandle, routes: Routes, sealed: str) -> None:
-        trace_routes(handle, self.slots, self.transport)
-        check_handle(handle, self.slots)
-        routes.verify(sealed)
-        self.counters.audited += 1
+    def _admit(self, invocation: Invocation, layouts: Sequence[Layout], top_k: int) -> Replay | None:
+        """The executable that takes this unit, the same on every peer; None for the eager path."""
+        if self.captured is None or invocation.unit != "decode":
+            return None
+        decision = self.captured.admit(invocation.unit, layouts, top_k)
+        if isinstance(decision, Fallback):
+            self.counters.fallbacks[decision.reason] += 1
+            return None
+        self.counters.replays += 1
+        return decision
 
-    def join_empty(self, hidden_TD: Tensor, top_k: int, invocation: Invocation) -> None:
-        """Take part with zero tokens; `hidden_TD` [0, D] gives dtype and device."""
+    def _run(
+        self,
+        path: Path,
+        hidden: Sequence[Tensor],
+        plans: Sequence[Plan],
+        layouts: Sequence[Layout],
+        invocation: Invocation,
+        sealed: str | None,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        coordinates = (invocation.step, invocation.unit, self.slots.layer)
+        handles = path.bind(self.header, coordinates, plans, layouts, self.slots.my_peer, sealed)
+        try:
+            out_TD = path.run(hidden, handles, self.weights, shared)
+            if invocation.audit:
+                audit(handles, plans, self.slots, path.transport, self.counters.fan_out)
+        except BaseException:
+            for handle in handles:
+                handle.abandon()
+            raise
+        for handle in handles:
+            handle.release()
+            self._count(handle)
+        self.counters.invocations += 1
+        return out_TD
+
+    def join_empty(self, hidden_TD: Tensor, top_k: int, gate: torch.dtype, invocation: Invocation) -> None:
+        """Take part with zero tokens; `hidden_TD` [0, D] gives dtype and device, `gate` is the router's dtype."""
         empty_ids = torch.zeros(0, top_k, dtype=torch.int64, device=hidden_TD.device)
-        empty_gates = torch.zeros(0, top_k, dtype=torch.float32, device=hidden_TD.device)
+        empty_gates = torch.zeros(0, top_k, dtype=gate, device=hidden_TD.device)
         self.forward(hidden_TD, Routes(empty_ids, empty_gates), invocation)
 
-    def _count(self, sent_P: tuple[int, ...], received_P: tuple[int, ...]) -> None:
-        mine = self.slots.my_peer
-        self.counters.invocations += 1
-        self.counters.rows_local += sent_P[mine]
-        self.counters.rows_sent += sum(sent_P) - sent_P[mine]
-        self.counters.rows_received += sum(received_P) - received_P[mine]
+    def _count(self, handle: DispatchHandle) -> None:
+        mine, counters = self.slots.my_peer, self.counters
+        sent_P, received_P = handle.send_counts_P, handle.recv_counts_P
+        counters.rows_local += sent_P[mine]
+        counters.rows_sent += sum(sent_P) - sent_P[mine]
+        counters.rows_received += sum(received_P) - received_P[mine]
+        counters.peak_live_bytes = max(counters.peak_live_bytes, int(handle.completion.peak_bytes))

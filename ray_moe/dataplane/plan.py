@@ -68,6 +68,11 @@ class SlotMap:
     def num_slots(self) -> int:
         return self.peer_bounds_P1[-1]
 
+    @property
+    def most_slots(self) -> int:
+        """The slots of the peer that has the most."""
+        return max(end - start for start, end in pairwise(self.peer_bounds_P1))
+
     @staticmethod
     def compile(
         snapshot: PlacementSnapshot, placement: LayerPlacement, rank: GlobalRank, device: torch.device
@@ -184,7 +189,10 @@ def flat_ids(routes: Routes) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What all peers agreed to move for one invocation; field meanings as in `DispatchHandle`."""
+    """What all peers agreed to move for one invocation; field meanings as in `DispatchHandle`.
+
+    `slot_rows_S` are the rows of each slot in dispatch order, over all peers; `routes_P` the routes of each origin.
+    """
 
     send_counts_P: tuple[int, ...]
     send_offsets_P1: tuple[int, ...]
@@ -192,31 +200,47 @@ class Layout:
     recv_counts_PS: tuple[tuple[int, ...], ...]
     counts_PP: tuple[tuple[int, ...], ...]
     expert_offsets_S1: tuple[int, ...]
+    slot_rows_S: tuple[int, ...]
+    routes_P: tuple[int, ...]
 
 
-def layout_record(plan: Plan, header_digest64: int, invocation: int) -> Tensor:
-    """This peer's line of the count exchange [3 + S]: header digest, invocation, accepted routes, counts per slot."""
-    prefix = [header_digest64, invocation, plan.routes.num_routes]
-    return torch.cat([torch.tensor(prefix, dtype=torch.int64, device=plan.counts_S.device), plan.counts_S])
+def layout_record(plans: Sequence[Plan], header_digest64: int, invocation: int) -> Tensor:
+    """This peer's line of the count exchange [2 + B * (1 + S)] for a unit in B batches.
+
+    Header digest and invocation, then per batch its accepted routes and its counts per slot.
+    """
+    device = plans[0].counts_S.device
+    parts = [torch.tensor([header_digest64, invocation, plans[0].routes.num_routes], device=device), plans[0].counts_S]
+    for plan in plans[1:]:
+        parts += [torch.tensor([plan.routes.num_routes], device=device), plan.counts_S]
+    return torch.cat(parts)
 
 
-def refusal_record(slots: SlotMap, header_digest64: int, invocation: int) -> Tensor:
-    """The line of a peer that cannot plan: `agree_layout` refuses the invocation on every peer that reads it."""
-    line = [header_digest64, invocation, _REFUSED] + [0] * slots.num_slots
+def refusal_record(slots: SlotMap, header_digest64: int, invocation: int, batches: int = 1) -> Tensor:
+    """The line of a peer that cannot plan: `agree_layouts` refuses the invocation on every peer that reads it."""
+    line = [header_digest64, invocation] + ([_REFUSED] + [0] * slots.num_slots) * batches
     return torch.tensor(line, dtype=torch.int64, device=slots.dispatch_S.device)
 
 
-def agree_layout(records: Tensor, slots: SlotMap) -> Layout:
-    """The layout from all peers' `layout_record` lines, `records` [P, 3 + S] in peer-slot order.
+def agree_layouts(records: Tensor, slots: SlotMap, batches: int = 1) -> tuple[Layout, ...]:
+    """The layout of each batch from all peers' `layout_record` lines, `records` [P, 2 + B * (1 + S)] by peer slot.
 
     Every peer runs the same checks on the same numbers, so that all refuse together before any payload moves: equal
     header digests and invocations, no refusal, and counts that sum to the accepted routes (0x01B). Raises
     `CountMismatchError`.
     """
     lines = records.tolist()
-    _check_lines(lines, slots)
+    width = 1 + slots.num_slots
+    _check_scope(lines, slots, 2 + batches * width)
+    starts = range(2, 2 + batches * width, width)
+    return tuple(_layout([line[start : start + width] for line in lines], slots) for start in starts)
+
+
+def _layout(lines: list[list[int]], slots: SlotMap) -> Layout:
+    """One batch's, from lines of (accepted routes, counts per slot)."""
+    _check_counts(lines, slots)
     bounds, mine = slots.peer_bounds_P1, slots.my_peer
-    spans = [slice(3 + start, 3 + end) for start, end in pairwise(bounds)]
+    spans = [slice(1 + start, 1 + end) for start, end in pairwise(bounds)]
     counts_PP = tuple(tuple(sum(line[span]) for span in spans) for line in lines)
     recv_counts_PS = tuple(tuple(line[spans[mine]]) for line in lines)
     return Layout(
@@ -226,15 +250,17 @@ def agree_layout(records: Tensor, slots: SlotMap) -> Layout:
         recv_counts_PS=recv_counts_PS,
         counts_PP=counts_PP,
         expert_offsets_S1=tuple(accumulate(map(sum, zip(*recv_counts_PS, strict=True)), initial=0)),
+        slot_rows_S=tuple(map(sum, zip(*(line[1:] for line in lines), strict=True))),
+        routes_P=tuple(line[0] for line in lines),
     )
 
 
-def _check_lines(lines: list[list[int]], slots: SlotMap) -> None:
+def _check_scope(lines: list[list[int]], slots: SlotMap, width: int) -> None:
     where = f"layer {slots.layer} generation {slots.generation}"
-    if len(lines) != slots.num_peers or len(lines[0]) != 3 + slots.num_slots:
+    if len(lines) != slots.num_peers or len(lines[0]) != width:
         raise CountMismatchError(
             f"{where}: {len(lines)} lines of {len(lines[0])} numbers came, {slots.num_peers} peers with "
-            f"{slots.num_slots} slots send {slots.num_peers} lines of {3 + slots.num_slots}"
+            f"{slots.num_slots} slots send {slots.num_peers} lines of {width}"
         )
     mine = lines[slots.my_peer]
     for peer, line in enumerate(lines):
@@ -242,12 +268,16 @@ def _check_lines(lines: list[list[int]], slots: SlotMap) -> None:
             raise CountMismatchError(
                 f"{where}: peer slot {peer} is at header/invocation {line[:2]}, peer slot {slots.my_peer} at {mine[:2]}"
             )
+
+
+def _check_counts(lines: list[list[int]], slots: SlotMap) -> None:
+    where = f"layer {slots.layer} generation {slots.generation}"
     for peer, line in enumerate(lines):
-        if line[2] == _REFUSED:
+        if line[0] == _REFUSED:
             raise CountMismatchError(f"{where}: peer slot {peer} refused its own routes; its error says why")
-        if sum(line[3:]) != line[2] or min(line[3:]) < 0:
+        if sum(line[1:]) != line[0] or min(line[1:]) < 0:
             raise CountMismatchError(
-                f"{where}: peer slot {peer} accepted {line[2]} routes but its counts sum to {sum(line[3:])}"
+                f"{where}: peer slot {peer} accepted {line[0]} routes but its counts sum to {sum(line[1:])}"
             )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 
 from ray_moe.comm.group import ExpertGroup
-from ray_moe.comm.transports import transport_named
-from ray_moe.dataplane.audit import check_handle
-from ray_moe.dataplane.dispatch import combine, dispatch, to_experts
+from ray_moe.comm.join import transport_named
+from ray_moe.dataplane.audit import check_handles
+from ray_moe.dataplane.dispatch import Dispatcher, to_experts
 from ray_moe.dataplane.handle import DispatchHandle, HandleABI
 from ray_moe.dataplane.layer import ExpertLayer, Invocation, LayerCounters
-from ray_moe.dataplane.plan import SlotMap, agree_layout, layout_record, plan_assignment
+from ray_moe.dataplane.paths import Path
+from ray_moe.dataplane.plan import SlotMap, agree_layouts, layout_record, plan_assignment
 from ray_moe.dataplane.policies import TokenHash, policy_named
+from ray_moe.dataplane.rows import ExpertRows, MaskedRows, SegmentedRows
+from ray_moe.dataplane.runners import RUNNERS as RUNNER_CLASSES
 from ray_moe.dataplane.runners import LayerWeights, runner_named
+from ray_moe.dataplane.strategies import STRATEGIES, strategy_named
 from ray_moe.errors import CountMismatchError, HandleError
 from ray_moe.identity import GlobalRank
 from ray_moe.placement import PlacementSnapshot
@@ -30,12 +34,12 @@ from ray_moe.routes import Routes
 from ray_moe.topology import ProcessGroupSpec
 from tests.conformance.test_placement_v17 import INPUTS, ROUTES, SNAPSHOT, routes_of
 from tests.layers import header_of, named, placement, slot_map, spec_of
-from tests.peers import Peers
+from tests.peers import TRANSPORTS, Peers, transport_over
 from tests.peers import peers_of_each_kind as peers
 
 __all__ = ["peers"]
 
-FIXTURE = json.loads((Path(__file__).parent / "data" / "dispatch.json").read_text())
+FIXTURE = json.loads((pathlib.Path(__file__).parent / "data" / "dispatch.json").read_text())
 EXPECTED, DERIVED = FIXTURE["expected"], FIXTURE["derived"]
 ORDER = tuple(FIXTURE["inputs"]["peer_order_global_ranks"])
 PERMUTED = (2, 0, 3, 1)
@@ -43,8 +47,7 @@ PARTITION = {part["source_rank"]: part["origin_partition"] for part in INPUTS["p
 NAMES = [route["route_id"] for route in ROUTES]
 SCALES, HIDDEN, TOP_K = INPUTS["expert_scale_by_logical_expert"], INPUTS["hidden_width_elements"], INPUTS["top_k"]
 
-TRANSPORTS = ("all_to_all_v", "all_gather_filter")
-RUNNERS = ("grouped", "capacity_padded")
+RUNNERS = tuple(RUNNER_CLASSES)
 POLICIES = ("token_hash", "locality_first", "least_load", "round_robin", "queue_aware")
 # Decimal gates in fp32: relative 2^-23 on sums of two.
 TOLERANCE: dict[str, Any] = {"atol": 0.0, "rtol": 1e-6}
@@ -121,24 +124,34 @@ class Trace:
     rows_sent: int
 
 
+def valid_rows(rows: ExpertRows) -> Tensor:
+    """Expert-major rows [R, D], from either mode."""
+    if isinstance(rows, MaskedRows):
+        return torch.cat([slot[:count] for slot, count in zip(rows.rows_SCD, rows.counts_S, strict=True)])
+    return rows.rows_RD
+
+
 def trace(group: ExpertGroup, transport_name: str, runner: str) -> Trace:
     rank = group.spec.peers[group.peer_slot].value
-    snapshot, transport = under(group.spec), transport_named(transport_name, group)
+    snapshot = under(group.spec)
+    transport = transport_over(group, transport_name, snapshot.topology)
     header, slots = header_of(snapshot, rank), slot_map(snapshot, rank)
     plan = plan_assignment(routes_at(rank), assignment_at(rank), slots)
     invocation = Invocation(1, "bare").number(0)
-    layout = agree_layout(group.gather_counts(layout_record(plan, header.digest64, invocation)), slots)
-    handle = header.bind(1, "bare", 0, 0, plan, layout)
+    layout = agree_layouts(group.gather_counts(layout_record([plan], header.digest64, invocation)), slots)[0]
+    executor = runner_named(runner)
+    handle = header.bind(1, "bare", 0, 0, plan, layout, mode=executor.mode)
+    dispatcher = Dispatcher(header, transport, executor.mode)
 
-    before = group.bytes_sent
-    rows = dispatch(hidden_at(rank), handle, header, transport)
-    rows_sent = (group.bytes_sent - before) // (HIDDEN * 4)
-    rows = runner_named(runner).run(rows, handle.expert_offsets_S1, scaling_experts(snapshot, rank))
-    handle.lifetime.advance("run_experts")
-    combined = combine(rows, handle, header, transport)
+    before = transport.bytes_moved[0]
+    rows = dispatcher.dispatch(hidden_at(rank), handle)
+    rows_sent = (transport.bytes_moved[0] - before) // (HIDDEN * 4)
+    rows = executor.run(rows, scaling_experts(snapshot, rank))
+    outputs = valid_rows(rows)
+    combined = dispatcher.combine(rows)
 
     numbers = torch.tensor([NAMES.index(name) for name in names_from(rank, handle.order_N)]).view(-1, 1)
-    arrived = transport.dispatch(numbers.to(torch.int64), handle.counts_PP)
+    arrived = transport.dispatch(numbers.to(torch.int64), handle.counts_PP).payload()
     expert_major = [NAMES[int(number)] for number in to_experts(arrived, handle)]
     return Trace(
         counts=[list(row) for row in handle.counts_PP],
@@ -150,7 +163,7 @@ def trace(group: ExpertGroup, transport_name: str, runner: str) -> Trace:
         expert_major=expert_major,
         expert_offsets=list(handle.expert_offsets_S1),
         slots=[slot.physical_slot_id.value for slot in snapshot.layers[0].slots_of(GlobalRank(rank))],
-        outputs=dict(zip(expert_major, rows.tolist(), strict=True)),
+        outputs=dict(zip(expert_major, outputs.tolist(), strict=True)),
         combined=combined,
         origin=list(zip(handle.origin_token_N.tolist(), handle.route_slot_N.tolist(), strict=True)),
         rows_sent=rows_sent,
@@ -251,22 +264,28 @@ class Frozen(TokenHash):
         self._rank = rank
 
     def choose(self, routes: Routes, slots: SlotMap) -> Tensor:
-        return assignment_at(self._rank)
+        """A batch's part of it: a unit may come in several, and its first route says where the batch begins."""
+        first = routes.first_route_id - routes_at(self._rank).first_route_id
+        return assignment_at(self._rank)[first : first + routes.num_routes]
 
 
-WAYS = list(product(TRANSPORTS, RUNNERS, (*POLICIES, Frozen.name)))
+WAYS = [
+    *product(TRANSPORTS, RUNNERS, (Frozen.name,), ("bulk",)),
+    *product(("all_to_all_v",), ("grouped",), POLICIES, ("bulk",)),
+    *product(("all_to_all_v", "hierarchical"), ("grouped", "masked_decode"), (Frozen.name,), STRATEGIES[1:]),
+]
 
 
 def whole_layers(group: ExpertGroup, abi: HandleABI) -> list[tuple[Tensor, LayerCounters]]:
     rank = group.spec.peers[group.peer_slot].value
     snapshot, got = under(group.spec), []
-    for step, (transport, runner, policy) in enumerate(WAYS):
+    over = {name: transport_over(group, name, snapshot.topology) for name in TRANSPORTS}
+    for step, (transport, runner, policy, strategy) in enumerate(WAYS):
         layer = ExpertLayer(
             header_of(snapshot, rank, abi),
             slot_map(snapshot, rank),
             scaling_experts(snapshot, rank, abi.payload),
-            transport_named(transport, group),
-            runner_named(runner),
+            Path(over[transport], runner_named(runner), strategy_named(strategy)),
             Frozen(rank) if policy == Frozen.name else policy_named(policy),
             LayerCounters(),
         )
@@ -305,7 +324,7 @@ def two_ranks(group: ExpertGroup) -> tuple[int, list[list[int]], list[tuple[int,
     ids = torch.tensor(TWO["inputs"]["expert_choices_by_rank_and_token"][rank])
     routes = Routes(ids, torch.ones(ids.shape))
     plan = plan_assignment(routes, ids.view(-1), slots)  # one slot per expert, in expert order
-    layout = agree_layout(group.gather_counts(layout_record(plan, header.digest64, 0)), slots)
+    layout = agree_layouts(group.gather_counts(layout_record([plan], header.digest64, 0)), slots)[0]
     handle = header.bind(0, "bare", 0, 0, plan, layout)
     keys = torch.stack([torch.full_like(handle.order_N, rank), handle.origin_token_N, handle.route_slot_N], dim=1)
     return handle.route_count, [list(row) for row in handle.counts_PP], [(*key,) for key in keys.tolist()]
@@ -332,8 +351,8 @@ def handle_at(rank: int) -> DispatchHandle:
     maps = [slot_map(snapshot, each) for each in ORDER]
     plans = [plan_assignment(routes_at(each), assignment_at(each), maps[each]) for each in ORDER]
     header = header_of(snapshot, rank)
-    records = torch.stack([layout_record(plan, header.digest64, 0) for plan in plans])
-    return header.bind(0, "bare", 0, 0, plans[rank], agree_layout(records, maps[rank]))
+    records = torch.stack([layout_record([plan], header.digest64, 0) for plan in plans])
+    return header.bind(0, "bare", 0, 0, plans[rank], agree_layouts(records, maps[rank])[0])
 
 
 def changed(rank: int, name: str, value: Any) -> DispatchHandle:
@@ -359,24 +378,24 @@ MISTAKES: dict[str, tuple[int, Callable[[], DispatchHandle]]] = {
 
 @pytest.mark.parametrize("rank", ORDER)
 def test_the_unchanged_handles_pass(rank: int) -> None:
-    check_handle(handle_at(rank), slot_map(under(SPEC), rank))
+    check_handles([handle_at(rank)], slot_map(under(SPEC), rank))
 
 
 @pytest.mark.parametrize("mistake", [name for name in FIXTURE["single_change_rejections"] if name != "combined_value"])
 def test_a_single_change_in_a_handle_is_refused_by_name(mistake: str) -> None:
     rank, handle = MISTAKES[mistake]
     with pytest.raises(HandleError, match=f"its {mistake.replace('_', ' ')} does not follow from its routes"):
-        check_handle(handle(), slot_map(under(SPEC), rank))
+        check_handles([handle()], slot_map(under(SPEC), rank))
 
 
 def test_a_single_changed_count_in_a_line_is_refused_by_every_rank() -> None:
     maps = [slot_map(under(SPEC), rank) for rank in ORDER]
     plans = [plan_assignment(routes_at(rank), assignment_at(rank), maps[rank]) for rank in ORDER]
-    records = torch.stack([layout_record(plan, 1, 0) for plan in plans])
+    records = torch.stack([layout_record([plan], 1, 0) for plan in plans])
     records[0, 3 + 1] -= 1  # r02 is no longer announced to q1
     for slots in maps:
         with pytest.raises(CountMismatchError, match="peer slot 0 accepted 4 routes but its counts sum to 3"):
-            agree_layout(records, slots)
+            agree_layouts(records, slots)
 
 
 def with_a_mistake(group: ExpertGroup, mistake: str) -> Tensor:
@@ -385,19 +404,24 @@ def with_a_mistake(group: ExpertGroup, mistake: str) -> Tensor:
     snapshot, transport = under(group.spec), transport_named("all_to_all_v", group)
     header, slots = header_of(snapshot, rank), slot_map(snapshot, rank)
     plan = plan_assignment(routes_at(rank), assignment_at(rank), slots)
-    layout = agree_layout(group.gather_counts(layout_record(plan, header.digest64, 0)), slots)
+    layout = agree_layouts(group.gather_counts(layout_record([plan], header.digest64, 0)), slots)[0]
     handle = header.bind(0, "bare", 0, 0, plan, layout)
     if mistake == "stable_order" and rank == 0:
         handle.order_N[[1, 2]] = handle.order_N[[2, 1]]
-    rows = dispatch(hidden_at(rank), handle, header, transport)
-    offsets = (0, 1, 3) if mistake == "local_slot_offset" and rank == 1 else handle.expert_offsets_S1
-    rows = runner_named("grouped").run(rows, offsets, scaling_experts(snapshot, rank))
-    handle.lifetime.advance("run_experts")
+    dispatcher = Dispatcher(header, transport)
+    rows = dispatcher.dispatch(hidden_at(rank), handle)
+    assert isinstance(rows, SegmentedRows)
+    if mistake == "local_slot_offset" and rank == 1:
+        rows = SegmentedRows(rows.rows_RD, (0, 1, 3))
+    rows = runner_named("grouped").run(rows, scaling_experts(snapshot, rank))
+    assert isinstance(rows, SegmentedRows)
+    if mistake == "local_slot_offset":
+        rows = SegmentedRows(rows.rows_RD, handle.expert_offsets_S1)
     if mistake == "inverse_route" and rank == 0:
         handle.order_N[[0, 1]] = handle.order_N[[1, 0]]
     if mistake == "combined_value" and rank == 0:
-        rows[0, 0] += 1
-    return combine(rows, handle, header, transport)
+        rows.rows_RD[0, 0] += 1
+    return dispatcher.combine(rows)
 
 
 @pytest.mark.parametrize("mistake", ["stable_order", "local_slot_offset", "inverse_route", "combined_value"])

@@ -5,20 +5,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from ray_moe.comm.join import transport_named
 from ray_moe.comm.solo import SoloGroup
-from ray_moe.comm.transports import Transport, transport_named
-from ray_moe.dataplane.dispatch import combine, dispatch
+from ray_moe.comm.transports import Transport
+from ray_moe.dataplane.dispatch import Dispatcher, Stage, weighted_sum
 from ray_moe.dataplane.handle import LIFETIME, DispatchHandle, HandleABI, HandleHeader, Lifetime, State
-from ray_moe.dataplane.plan import agree_layout, layout_record, make_plan
+from ray_moe.dataplane.plan import agree_layouts, layout_record, make_plan
 from ray_moe.dataplane.policies import TokenHash
-from ray_moe.errors import ConfigError, HandleError, IllegalTransitionError, StaleHandleError
+from ray_moe.errors import (
+    CompletionError,
+    ConfigError,
+    HandleError,
+    IllegalTransitionError,
+    StageError,
+    StaleHandleError,
+)
 from ray_moe.identity import GlobalRank
 from ray_moe.placement import Lease
 from tests.layers import ONE_PEER, header_of, placement, random_routes, slot_map, spec_of
@@ -51,6 +57,7 @@ ABI = {
     "payload_dtype": "bfloat16",
     "return_dtype": "bfloat16",
     "gate_location": "expert",
+    "payload_format": "fp8_row",
     "handle_version": "ray_moe.handle/2",
 }
 
@@ -59,7 +66,7 @@ def bound(header: HandleHeader = HEADER, tokens: int = 4) -> DispatchHandle:
     """A handle of one peer, ready to dispatch."""
     slots = slot_map(SNAPSHOT, 0)
     plan = make_plan(random_routes(1, tokens, 2, 3), slots, TokenHash())
-    layout = agree_layout(layout_record(plan, header.digest64, 0)[None], slots)
+    layout = agree_layouts(layout_record([plan], header.digest64, 0)[None], slots)[0]
     return header.bind(5, "decode", 0, 0, plan, layout)
 
 
@@ -134,34 +141,59 @@ def test_the_specifications_sequences_are_legal_up_to_the_printed_state(
 
 def test_a_handle_is_dispatched_once_and_combined_once() -> None:
     handle, transport, hidden = bound(), alone(), torch.randn(4, 3)
-    with pytest.raises(IllegalTransitionError, match="'submit_combine' is illegal in state DISPATCH_METADATA_READY"):
-        combine(hidden, handle, HEADER, transport)
-    rows = dispatch(hidden, handle, HEADER, transport)
+    seat, other_seat = Dispatcher(HEADER, transport), Dispatcher(HEADER, transport)
+    rows = seat.dispatch(hidden, handle)
     with pytest.raises(IllegalTransitionError, match="'submit_dispatch' is illegal in state EXPERT_ROWS_READY"):
-        dispatch(hidden, handle, HEADER, transport)
-    with pytest.raises(IllegalTransitionError, match="'submit_combine' is illegal in state EXPERT_ROWS_READY"):
-        combine(rows, handle, HEADER, transport)
-    handle.lifetime.advance("run_experts")
-    out = combine(rows, handle, HEADER, transport)
+        other_seat.pack(hidden, handle)
+    out = seat.combine(rows)
     torch.testing.assert_close(out, hidden * handle.gates_TK.sum(1, keepdim=True))
-    with pytest.raises(IllegalTransitionError, match="'submit_combine' is illegal in state ORIGIN_ROWS_READY"):
-        combine(rows, handle, HEADER, transport)
-    handle.lifetime.advance("release")
+    with pytest.raises(StageError, match="combine_a is illegal in stage INITIAL"):
+        seat.combine_a(rows)
+    with pytest.raises(IllegalTransitionError, match="'submit_dispatch' is illegal in state ORIGIN_ROWS_READY"):
+        other_seat.dispatch(hidden, handle)
+    handle.release()
+    with pytest.raises(CompletionError, match="handle_released is complete already"):
+        handle.release()
     with pytest.raises(IllegalTransitionError, match="DISPATCH_STATE_RELEASABLE"):
-        combine(rows, handle, HEADER, transport)
+        other_seat.pack(hidden, handle)
 
 
-Use = Callable[[Tensor, DispatchHandle, HandleHeader, Transport], Tensor]
+def test_a_handle_is_not_released_before_its_output_is_ready() -> None:
+    handle, seat = bound(), Dispatcher(HEADER, alone())
+    rows = seat.dispatch(torch.randn(4, 3), handle)
+    with pytest.raises(CompletionError, match="handle_released waits for output_ready"):
+        handle.release()
+    seat.combine(rows)
+    handle.release()
+    assert handle.lifetime.state is State.DISPATCH_STATE_RELEASABLE
 
 
-@pytest.mark.parametrize("use", [dispatch, combine], ids=["dispatch", "combine"])
+def test_a_sum_over_a_part_of_a_plans_handles_is_refused() -> None:
+    handle, seat = bound(), Dispatcher(HEADER, alone())
+    rows = seat.dispatch(torch.randn(4, 3), handle)
+    seat.combine_a(rows)
+    half = dataclasses.replace(handle, order_N=handle.order_N[:3])
+    with pytest.raises(HandleError, match="the handles to sum cover 3 of 8 routes"):
+        weighted_sum([(half, seat.combine_b()[:3])])
+
+
 @pytest.mark.parametrize("name", SHARED)
-def test_another_scope_than_the_handles_own_is_refused_naming_the_coordinate(name: str, use: Use) -> None:
+def test_another_scope_than_the_handles_own_is_refused_naming_the_coordinate(name: str) -> None:
     handle, other = bound(), dataclasses.replace(HEADER, **{name: SHARED[name]})
     before = handle.lifetime.state
-    with pytest.raises(StaleHandleError, match=f"{use.__name__} of handle placement-v17/.*: its {name} is"):
-        use(torch.randn(4, 3), handle, other, alone())
+    with pytest.raises(StaleHandleError, match=f"dispatch of handle placement-v17/.*: its {name} is"):
+        Dispatcher(other, alone()).dispatch(torch.randn(4, 3), handle)
     assert handle.lifetime.state is before
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_scope_that_changes_between_dispatch_and_combine_is_refused(name: str) -> None:
+    handle, seat = bound(), Dispatcher(HEADER, alone())
+    rows = seat.dispatch(torch.randn(4, 3), handle)
+    seat.header = dataclasses.replace(HEADER, **{name: SHARED[name]})
+    with pytest.raises(StaleHandleError, match=f"combine of handle placement-v17/.*: its {name} is"):
+        seat.combine(rows)
+    assert (handle.lifetime.state, seat.stage) == (State.EXPERT_ROWS_READY, Stage.AFTER_DISPATCH_B)
 
 
 @pytest.mark.parametrize("name", ["holder", "lease_id"])
@@ -169,7 +201,7 @@ def test_another_holders_lease_on_the_same_scope_is_the_same_scope(name: str) ->
     others: dict[str, Any] = {"holder": "rank-9", "lease_id": 9}
     other = dataclasses.replace(HEADER, **{name: others[name]})
     handle, hidden = bound(), torch.randn(4, 3)
-    dispatch(hidden, handle, other, alone())
+    Dispatcher(other, alone()).dispatch(hidden, handle)
     assert handle.lifetime.state is State.EXPERT_ROWS_READY
 
 
@@ -177,18 +209,18 @@ def test_a_transport_of_another_epoch_is_refused() -> None:
     with pytest.raises(
         StaleHandleError, match=r"bound to group ep-group-0 epoch 0, the transport runs ep-group-0 epoch 4"
     ):
-        dispatch(torch.randn(4, 3), bound(), HEADER, alone(epoch=4))
+        Dispatcher(HEADER, alone(epoch=4)).dispatch(torch.randn(4, 3), bound())
 
 
 def test_rows_of_another_dtype_than_the_abi_says_are_refused() -> None:
     with pytest.raises(HandleError, match=r"payload is torch\.float32, found torch\.bfloat16"):
-        dispatch(torch.randn(4, 3).bfloat16(), bound(), HEADER, alone())
+        Dispatcher(HEADER, alone()).dispatch(torch.randn(4, 3).bfloat16(), bound())
 
 
 def test_a_plan_of_another_generation_cannot_bind() -> None:
     slots = slot_map(SNAPSHOT, 0)
     plan = make_plan(random_routes(1, 2, 2, 3), slots, TokenHash())
-    layout = agree_layout(layout_record(plan, 0, 0)[None], slots)
+    layout = agree_layouts(layout_record([plan], 0, 0)[None], slots)[0]
     with pytest.raises(StaleHandleError, match="plan of generation 17 cannot bind to a lease of 18"):
         dataclasses.replace(HEADER, generation=18).bind(0, "decode", 0, 0, plan, layout)
 

@@ -6,20 +6,26 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from ray_moe.comm.exchange import Arrived, Exchange
 from ray_moe.comm.group import ExpertGroup
+from ray_moe.comm.join import transport_named
 from ray_moe.comm.solo import SoloGroup
-from ray_moe.comm.transports import AllToAllV, CountMatrix, Transport, transport_named
+from ray_moe.comm.transports import AllToAllV, CountMatrix, Transport
 from ray_moe.dataplane.handle import DispatchHandle, HandleABI, HandleHeader, State
-from ray_moe.dataplane.layer import UNIT_KINDS, ExpertLayer, Invocation, LayerCounters
+from ray_moe.dataplane.layer import ExpertLayer, Invocation, LayerCounters
+from ray_moe.dataplane.paths import Path
+from ray_moe.dataplane.phases import PHASES
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import LocalityFirst, TokenHash, policy_named
-from ray_moe.dataplane.runners import Grouped, LayerWeights, runner_named
+from ray_moe.dataplane.rows import ExpertRows, SegmentedRows
+from ray_moe.dataplane.runners import RUNNERS, Grouped, LayerWeights, runner_named
+from ray_moe.dataplane.strategies import STRATEGIES, strategy_named
 from ray_moe.errors import (
     CollectiveError,
     ConfigError,
@@ -33,14 +39,29 @@ from ray_moe.errors import (
 from ray_moe.identity import GlobalRank
 from ray_moe.routes import Routes
 from tests.layers import ONE_PEER, Experts, header_of, layer_on, named, placement, random_routes, slot_map, spec_of
-from tests.peers import Peers, peers
+from tests.peers import TRANSPORTS, Peers, peers, transport_over
 
 __all__ = ["peers"]
 
-TRANSPORTS = ("all_to_all_v", "all_gather_filter")
-RUNNERS = ("grouped", "capacity_padded")
 POLICIES = ("token_hash", "locality_first", "least_load", "round_robin", "queue_aware")
-ALL_WAYS = tuple(product(TRANSPORTS, RUNNERS, POLICIES))
+
+
+class Way(NamedTuple):
+    """How a layer is executed."""
+
+    transport: str = "all_to_all_v"
+    runner: str = "grouped"
+    policy: str = "token_hash"
+    strategy: str = "bulk"
+
+
+USUAL = Way()
+ALL_WAYS = (
+    *(Way(transport, runner) for transport, runner in product(TRANSPORTS, RUNNERS)),
+    *(Way(policy=policy) for policy in POLICIES[1:]),
+    *(Way(transport, strategy=strategy) for transport, strategy in product(TRANSPORTS[:4], STRATEGIES[1:])),
+    *(Way(runner=runner, strategy=strategy) for runner, strategy in product(RUNNERS, STRATEGIES[1:])),
+)
 
 EXPERTS, TOP_K, HIDDEN, FFN = 6, 2, 8, 5
 # By number of peers: (expert, rank) in manifest order. Replicas on one rank and on several, and with three peers a
@@ -101,35 +122,32 @@ def me(group: ExpertGroup) -> int:
 
 def layer_of(
     group: ExpertGroup,
-    way: tuple[str, str, str] = ALL_WAYS[0],
+    way: Way = USUAL,
     *,
     experts: Experts | None = None,
     abi: HandleABI | None = None,
 ) -> ExpertLayer:
-    transport, runner, policy = way
     return layer_on(
         placement(HOMES[len(group.spec)], group.spec),
         me(group),
         experts or weights(),
-        transport_named(transport, group),
-        runner_named(runner),
-        policy_named(policy),
+        transport_over(group, way.transport),
+        runner_named(way.runner),
+        policy_named(way.policy),
         abi,
+        way.strategy,
     )
 
 
 # -- Equal to the dense oracle
 
 
-def forwards(
-    group: ExpertGroup, ways: Sequence[tuple[str, str, str]], audit: bool
-) -> list[tuple[list[Tensor], LayerCounters]]:
+def forwards(group: ExpertGroup, ways: Sequence[Way], audit: bool) -> list[tuple[list[Tensor], LayerCounters]]:
     got = []
     for step, way in enumerate(ways):
         layer = layer_of(group, way)
         outs = [
-            layer.forward(*case.of(group.peer_slot), Invocation(step, "bare", chunk, audit))
-            for chunk, case in enumerate(cases(len(group.spec)))
+            layer.forward(*case.of(group.peer_slot), Invocation(step, "bare", audit)) for case in cases(len(group.spec))
         ]
         got.append((outs, layer.counters))
     return got
@@ -145,8 +163,10 @@ def test_every_transport_runner_and_policy_gives_the_dense_result(peers: Peers, 
             for case, out, expected in zip(cases(num_peers), outs, oracle, strict=True):
                 torch.testing.assert_close(out, expected, **FP32, msg=named((way, case)))
         # How rows travel changes no bit: the same rows meet in the same order.
-        for plain, gathered in zip(by_way[: len(by_way) // 2], by_way[len(by_way) // 2 :], strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(plain[0], gathered[0], strict=True))
+        outs_of = dict(zip(ALL_WAYS, (outs for outs, _ in by_way), strict=True))
+        for transport, runner in product(TRANSPORTS, RUNNERS):
+            pairs = zip(outs_of[Way(runner=runner)], outs_of[Way(transport, runner)], strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
     for number in range(len(ALL_WAYS)):
         counters = [by_way[number][1] for by_way in got]
         assert {each.invocations for each in counters} == {len(cases(num_peers))}
@@ -157,7 +177,7 @@ def test_every_transport_runner_and_policy_gives_the_dense_result(peers: Peers, 
 
 
 def test_locality_first_keeps_rows_at_home_that_token_hash_sends(peers: Peers) -> None:
-    ways = [("all_to_all_v", "grouped", policy) for policy in ("locality_first", "token_hash")]
+    ways = [Way(policy=policy) for policy in ("locality_first", "token_hash")]
     got = peers.run(forwards, ways, False, ranks=ORDERS[4])
     near, hashed = ([by_way[way][1].rows_local for by_way in got] for way in (0, 1))
     assert all(most >= some for most, some in zip(near, hashed, strict=True))
@@ -166,7 +186,7 @@ def test_locality_first_keeps_rows_at_home_that_token_hash_sends(peers: Peers) -
 
 @pytest.mark.parametrize("num_peers", [1, 3])
 def test_an_audited_invocation_gives_the_same_bits_and_is_counted(peers: Peers, num_peers: int) -> None:
-    ways = [(transport, "grouped", "token_hash") for transport in TRANSPORTS]
+    ways = [*map(Way, TRANSPORTS), *(Way(strategy=strategy) for strategy in STRATEGIES[1:])]
     plain = peers.run(forwards, ways, False, ranks=ORDERS[num_peers])
     audited = peers.run(forwards, ways, True, ranks=ORDERS[num_peers])
     for unseen, seen in zip(plain, audited, strict=True):
@@ -177,10 +197,7 @@ def test_an_audited_invocation_gives_the_same_bits_and_is_counted(peers: Peers, 
 
 def with_abi(group: ExpertGroup, abi: HandleABI, dtype: torch.dtype) -> tuple[list[Tensor], LayerCounters, int]:
     layer = layer_of(group, experts=weights(dtype=dtype), abi=abi)
-    outs = [
-        layer.forward(*case.of(group.peer_slot, dtype), Invocation(0, "decode", chunk))
-        for chunk, case in enumerate(cases(len(group.spec)))
-    ]
+    outs = [layer.forward(*case.of(group.peer_slot, dtype), Invocation(0, "decode")) for case in cases(len(group.spec))]
     return outs, layer.counters, group.bytes_sent
 
 
@@ -210,7 +227,7 @@ def some_join_empty(group: ExpertGroup) -> Tensor | None:
     hidden_TD, routes = Case((4, 0, 0)).of(group.peer_slot)
     if group.peer_slot == 0:
         return layer.forward(hidden_TD, routes, Invocation(3, "prefill"))
-    layer.join_empty(hidden_TD, TOP_K, Invocation(3, "prefill"))
+    layer.join_empty(hidden_TD, TOP_K, torch.float32, Invocation(3, "prefill"))
     return None
 
 
@@ -250,21 +267,23 @@ def check_all_goes_on(answers: list[Refused]) -> None:
 
 def one_is_elsewhere(group: ExpertGroup, how: str) -> Refused:
     """Peer slot 1 runs another invocation, another scope or another placement than the others."""
-    layer, invocation = layer_of(group), Invocation(5, "decode", 2)
+    layer, invocation = layer_of(group), Invocation(5, "decode")
     if group.peer_slot == 1:
-        others: dict[str, Any] = {"step": 6, "unit": "prefill", "chunk": 3, "audit": True}
+        others: dict[str, Any] = {"step": 6, "unit": "prefill", "audit": True}
         if how in others:
             invocation = dataclasses.replace(invocation, **{how: others[how]})
+        elif how == "payload format":
+            layer = layer_of(group, abi=HandleABI(payload_format="fp8_row"))
         elif how == "abi":
             layer = layer_of(group, abi=HandleABI(gate_location="expert"))
         else:
             homes = {"generation": HOMES[3], "slots": [*HOMES[3], (4, 1)]}[how]
             other = placement(homes, group.spec, generation=2)
-            layer = layer_on(other, me(group), weights(), layer.transport, layer.runner, layer.policy)
+            layer = layer_on(other, me(group), weights(), layer.path.transport, layer.path.runner, layer.policy)
     return refused(group, layer, *Case((2, 2, 2)).of(group.peer_slot), invocation)
 
 
-@pytest.mark.parametrize("how", ["step", "unit", "chunk", "audit", "abi", "generation", "slots"])
+@pytest.mark.parametrize("how", ["step", "unit", "audit", "abi", "payload format", "generation", "slots"])
 def test_one_peer_elsewhere_makes_all_refuse_before_any_payload_and_the_epoch_goes_on(peers: Peers, how: str) -> None:
     answers = peers.run(one_is_elsewhere, how, ranks=ORDERS[3])
     assert [answer.error for answer in answers] == [CountMismatchError] * 3
@@ -331,19 +350,17 @@ def test_a_peer_that_cannot_plan_says_why_and_the_others_refuse_with_it(
     check_all_goes_on(answers)
 
 
-class Failing:
+class Failing(Grouped):
     """A runner that runs out of something on one peer."""
 
-    name = "failing"
-
-    def run(self, rows_RD: Tensor, offsets_S1: Sequence[int], weights: LayerWeights) -> Tensor:
+    def run(self, rows: ExpertRows, weights: LayerWeights) -> SegmentedRows:
         raise MemoryError("no room for the expert output")
 
 
 def one_fails_in_its_experts(group: ExpertGroup) -> str:
     layer = layer_of(group)
     if group.peer_slot == 0:
-        layer.runner = Failing()
+        use(layer, runner=Failing())
     try:
         layer.forward(*Case((3, 3)).of(group.peer_slot), Invocation(0, "decode"))
     except (MemoryError, CollectiveError) as error:
@@ -363,8 +380,13 @@ def alone(transport: Transport | None = None) -> ExpertLayer:
     """A layer of one peer, in this process."""
     layer = layer_of(SoloGroup(ONE_PEER, GlobalRank(0)))
     if transport is not None:
-        layer.transport = transport
+        use(layer, transport=transport)
     return layer
+
+
+def use(layer: ExpertLayer, **parts: Any) -> None:
+    """Another transport or runner, behind the layer's back."""
+    layer.path = dataclasses.replace(layer.path, **parts)
 
 
 class Misplacing(AllToAllV):
@@ -374,21 +396,21 @@ class Misplacing(AllToAllV):
         super().__init__(SoloGroup(ONE_PEER, GlobalRank(0)))
         self._how = how
 
-    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Tensor:
+    def dispatch(self, rows_ND: Tensor, counts_PP: CountMatrix) -> Exchange:
         if self._how == "twice":
-            return torch.cat([rows_ND[:1], rows_ND[:1], rows_ND[2:]])
-        return rows_ND.flip(0) if self._how == "out" else rows_ND
+            return Arrived(torch.cat([rows_ND[:1], rows_ND[:1], rows_ND[2:]]))
+        return Arrived(rows_ND.flip(0) if self._how == "out" else rows_ND)
 
-    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Tensor:
-        return rows_RD.flip(0) if self._how == "back" else rows_RD
+    def combine(self, rows_RD: Tensor, counts_PP: CountMatrix) -> Exchange:
+        return Arrived(rows_RD.flip(0) if self._how == "back" else rows_RD)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("out", "rows of other experts have arrived in its segments"),
-        ("twice", "a route has arrived more than once"),
-        ("back", "its routes have come back to other places"),
+        ("out", "its rows of other experts have arrived in its segments"),
+        ("twice", "its rows hold a route that has arrived more than once"),
+        ("back", "its rows have come back to other places"),
     ],
 )
 def test_an_audit_catches_a_wire_that_misplaces_rows_with_all_counts_right(how: str, message: str) -> None:
@@ -408,15 +430,15 @@ class Tampering(Grouped):
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
 
-    def run(self, rows_RD: Tensor, offsets_S1: Sequence[int], weights: LayerWeights) -> Tensor:
+    def run(self, rows: ExpertRows, weights: LayerWeights) -> SegmentedRows:
         self._routes.topk_weights[0, 0] += 0.25
-        return super().run(rows_RD, offsets_S1, weights)
+        return super().run(rows, weights)
 
 
 def test_an_audit_catches_routes_that_changed_under_way() -> None:
     hidden, routes = Case((4,)).of(0)
     layer = alone()
-    layer.runner = Tampering(routes)
+    use(layer, runner=Tampering(routes))
     with pytest.raises(RoutesError, match="semantic digest of the routes"):
         layer.forward(hidden, routes, Invocation(0, "bare", audit=True))
 
@@ -436,18 +458,19 @@ kept: list[DispatchHandle] = []
 def test_no_handle_stays_in_flight_whether_its_forward_returns_or_raises() -> None:
     layer, (hidden, routes) = alone(), Case((4,)).of(0)
     layer.header = Keeping(**{field.name: getattr(layer.header, field.name) for field in dataclasses.fields(Keeping)})
-    layer.runner = Failing()
+    use(layer, runner=Failing())
     with pytest.raises(MemoryError):
         layer.forward(hidden, routes, Invocation(0, "bare"))
     assert layer.counters == LayerCounters()
-    layer.runner = Grouped()
+    use(layer, runner=Grouped())
     layer.forward(hidden, routes, Invocation(1, "bare", audit=True))
-    layer.runner = Tampering(routes)
+    use(layer, runner=Tampering(routes))
     with pytest.raises(RoutesError):
         layer.forward(hidden, routes, Invocation(2, "bare", audit=True))
     assert [handle.lifetime.state for handle in kept] == [State.DISPATCH_STATE_RELEASABLE] * 3
     assert [handle.semantic_digest is None for handle in kept] == [True, False, False]
-    assert layer.counters == LayerCounters(invocations=1, rows_local=8, audited=1)
+    counted = layer.counters
+    assert (counted.invocations, counted.rows_local, counted.audited) == (2, 16, 1)
 
 
 # -- What a layer refuses to be built from
@@ -457,7 +480,8 @@ def test_a_layer_is_built_under_one_generation_and_epoch_only() -> None:
     group = SoloGroup(ONE_PEER, GlobalRank(0))
     snapshot = placement(HOMES[1], ONE_PEER)
     slots = slot_map(snapshot, 0)
-    parts = (weights().slabs(slots, snapshot, 0), transport_named("all_to_all_v", group), Grouped(), TokenHash())
+    path = Path(transport_named("all_to_all_v", group), Grouped(), strategy_named("bulk"))
+    parts = (weights().slabs(slots, snapshot, 0), path, TokenHash())
     header = header_of(snapshot)
     for stale in (dataclasses.replace(header, generation=2), dataclasses.replace(header, epoch=1)):
         with pytest.raises(StaleHandleError, match="layer 0: header of generation"):
@@ -479,14 +503,14 @@ def test_a_layer_runs_on_the_peer_that_its_slots_were_compiled_for() -> None:
 
 def test_no_two_invocations_of_any_layer_have_one_number() -> None:
     numbers = {
-        Invocation(step, unit, chunk, audit).number(layer)
-        for step, unit, chunk, audit, layer in product((0, 1, 2), UNIT_KINDS, (0, 1, 255), (False, True), (0, 1, 4095))
+        Invocation(step, unit, audit).number(layer)
+        for step, unit, audit, layer in product((0, 1, 2), PHASES, (False, True), (0, 1, 4095))
     }
-    assert len(numbers) == 3 * 3 * 3 * 2 * 3
-    assert Invocation(10**11, "bare", 255, True).number(4095) < 2**63
+    assert len(numbers) == 3 * 3 * 2 * 3
+    assert Invocation(10**13, "bare", True).number(4095) < 2**63
 
 
-@pytest.mark.parametrize(("unit", "chunk"), [("training", 0), ("decode", -1), ("decode", 256)])
-def test_an_invocation_outside_the_agreements_terms_is_refused(unit: str, chunk: int) -> None:
-    with pytest.raises(ConfigError, match=rf"unit must be one of .* chunk in \[0, 256\), found '{unit}' and {chunk}"):
-        Invocation(0, unit, chunk)
+@pytest.mark.parametrize("unit", ["training", "mixed"])
+def test_an_invocation_outside_the_agreements_terms_is_refused(unit: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"unit must be one of prefill, decode, bare, found '{unit}'"):
+        Invocation(0, unit)

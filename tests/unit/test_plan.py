@@ -15,7 +15,7 @@ from ray_moe.dataplane.plan import (
     Layout,
     Plan,
     SlotMap,
-    agree_layout,
+    agree_layouts,
     expert_order,
     layout_record,
     make_plan,
@@ -54,8 +54,8 @@ def plans_of(world: World, policy: str) -> list[Plan]:
 
 
 def layouts_of(world: World, plans: list[Plan]) -> list[Layout]:
-    records = torch.stack([layout_record(plan, 99, 7) for plan in plans])
-    return [agree_layout(records, slots) for slots in world.slots_P]
+    records = torch.stack([layout_record([plan], 99, 7) for plan in plans])
+    return [agree_layouts(records, slots)[0] for slots in world.slots_P]
 
 
 # -- One origin
@@ -249,7 +249,7 @@ def records() -> torch.Tensor:
     maps = [slot_map(SNAPSHOT, rank) for rank in (0, 1)]
     return torch.stack(
         [
-            layout_record(make_plan(route, slots, policy_named("token_hash")), 55, 8)
+            layout_record([make_plan(route, slots, policy_named("token_hash"))], 55, 8)
             for route, slots in zip(routes, maps, strict=True)
         ]
     )
@@ -258,7 +258,7 @@ def records() -> torch.Tensor:
 def refused_by_all(lines: torch.Tensor, message: str) -> None:
     for rank in (0, 1):
         with pytest.raises(CountMismatchError, match=message):
-            agree_layout(lines, slot_map(SNAPSHOT, rank))
+            agree_layouts(lines, slot_map(SNAPSHOT, rank))
 
 
 @untimed

@@ -1,0 +1,167 @@
+"""The fixed-shape decode path of one layer: buckets of executables under one generation (specification 0x05C, 0x05D).
+
+A decode unit whose agreed counts fit a bucket is replayed there: stable buffers, masked padding, uniform exchanges and
+the masked runner at fixed capacities. Anything else falls back to the eager path with all of its rows, by a reason that
+every peer derives from the same agreed numbers. Letters: T tokens, K top-k, P peers, S physical slots, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ray_moe.comm.transports import PaddedAllToAll, Transport
+from ray_moe.dataplane.graphs import (
+    NO_EXPERT,
+    Binding,
+    Executable,
+    ExecutableShape,
+    HostCounters,
+    Launch,
+    dtype_name,
+)
+from ray_moe.dataplane.handle import HandleHeader
+from ray_moe.dataplane.paths import Path
+from ray_moe.dataplane.phases import Buckets, Decision, ExecutableKey, ExecutableScope, Phase, Replay
+from ray_moe.dataplane.plan import Layout, SlotMap
+from ray_moe.dataplane.runners import MaskedDecode
+from ray_moe.dataplane.strategies import strategy_named
+from ray_moe.routes import Routes
+
+
+@dataclass(frozen=True)
+class DecodeBucket:
+    """Capacities of one executable: token slots of a peer, and rows of a physical slot over all peers."""
+
+    rank_tokens: int
+    slot_rows: int
+
+
+class Executables:
+    """Every executable of one peer. They hold no placement and outlive generations: a move builds none anew."""
+
+    def __init__(self, buckets: Sequence[DecodeBucket], device: torch.device) -> None:
+        self.buckets, self.counters = tuple(buckets), HostCounters()
+        self._device = device
+        self._built: dict[tuple[int, ExecutableShape], Executable[Path]] = {}
+
+    def get(self, layer: int, shape: ExecutableShape) -> Executable[Path]:
+        """The layer's executable of this shape, built when it is first asked for."""
+        key = (layer, shape)
+        if key not in self._built:
+            self._built[key] = Executable(shape, self._device, self.counters)
+        return self._built[key]
+
+
+class CapturedDecode:
+    """One layer's bindings of one generation."""
+
+    def __init__(self, scope: ExecutableScope, bindings: Mapping[str, Binding[Path]]) -> None:
+        self._scope, self._bindings = scope, bindings
+        self._buckets = Buckets(tuple(binding.manifest for binding in bindings.values()))
+
+    @staticmethod
+    def bind(
+        executables: Executables,
+        header: HandleHeader,
+        slots: SlotMap,
+        hidden: int,
+        top_k: int,
+        gate: torch.dtype,
+        transport: Transport,
+    ) -> CapturedDecode:
+        """Bind every bucket to `header`'s generation. Raises `BindingError` when the generation is bound already."""
+        runner = MaskedDecode()
+        scope = ExecutableScope(
+            process_group_id=f"{header.process_group_id}/epoch-{header.epoch}",
+            placement_version=header.placement_version,
+            checkpoint_version=header.checkpoint_version,
+            hidden_width=hidden,
+            top_k=top_k,
+            activation_dtype=dtype_name(header.abi.payload),
+            gate_dtype=dtype_name(gate),
+            dispatch_backend=PaddedAllToAll.name,
+            runner_backend=runner.name,
+        )
+        bindings: dict[str, Binding[Path]] = {}
+        for bucket in executables.buckets:
+            shape = ExecutableShape(
+                peer=slots.my_peer,
+                num_peers=slots.num_peers,
+                num_slots=slots.num_slots,
+                tokens_per_rank=bucket.rank_tokens,
+                rows_per_slot=bucket.slot_rows,
+                hidden=hidden,
+                top_k=top_k,
+                activation=header.abi.payload,
+                gate=gate,
+            )
+            key = ExecutableKey(
+                **vars(scope),
+                rank_token_capacities=(bucket.rank_tokens,) * slots.num_peers,
+                slot_route_capacities=(bucket.slot_rows,) * slots.num_slots,
+            )
+            # No pair of peers can exchange more rows in a unit that the bucket admits.
+            pair_rows = min(bucket.rank_tokens * top_k, bucket.slot_rows * slots.most_slots)
+            path = Path(
+                PaddedAllToAll(transport.group, pair_rows),
+                runner,
+                strategy_named("bulk"),
+                slot_capacity=bucket.slot_rows,
+            )
+            binding = executables.get(slots.layer, shape).bind(header.generation, key, path)
+            bindings[binding.manifest.executable_id] = binding
+        return CapturedDecode(scope, bindings)
+
+    def activate(self) -> None:
+        """Put this generation into the executables' cells, at a step boundary."""
+        for binding in self._bindings.values():
+            binding.executable.activate(binding)
+
+    def free(self) -> None:
+        """Give the generation's tables up. Raises `BindingError` while one is in use."""
+        for binding in self._bindings.values():
+            binding.free()
+
+    def admit(self, phase: Phase, layouts: Sequence[Layout], top_k: int) -> Decision:
+        """Replay or fallback, the same on every peer. Raises `RoutesError` for counts that no unit can have.
+
+        A unit in several batches is not what an executable was built for: it must come as one.
+        """
+        layout = layouts[0]
+        return self._buckets.choose(
+            phase,
+            self._scope,
+            [routes // top_k for routes in layout.routes_P],
+            layout.slot_rows_S,
+            lambda executable_id: self._bindings[executable_id].executable.buffers_ready,
+        )
+
+    def replay(
+        self,
+        decision: Replay,
+        number: int,
+        hidden_TD: Tensor,
+        routes: Routes,
+        layout: Layout,
+        run: Callable[[Path, Tensor], Tensor],
+    ) -> Tensor:
+        """Launch the admitted executable for invocation `number`; `run(path, hidden_TD)` is the layer over its buffers.
+
+        Raises `BindingError` when the cell holds another generation, or the validity is not this invocation's.
+        """
+        binding = self._bindings[decision.executable_id]
+        binding.write_validity(number, [count // routes.top_k for count in layout.routes_P], layout.slot_rows_S)
+
+        def body(launch: Launch[Path]) -> Tensor:
+            launch.require_routes(int((launch.buffers.route_ids != NO_EXPERT).sum()))
+            return run(launch.table, launch.buffers.hidden[: launch.num_tokens])
+
+        binding.acquire()
+        try:
+            return binding.launch(number, hidden_TD, routes.topk_ids, routes.topk_weights, body)
+        finally:
+            binding.release()
