@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
+import torch
 
+from ray_moe.comm.transports import Transport
+from ray_moe.config import ClusterConfig
+from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI
+from ray_moe.dataplane.strategies import strategy_named
+from ray_moe.engine.blocks import BlockFacts
+from ray_moe.engine.generation import Backend
 from ray_moe.identity import GlobalRank
-from ray_moe.manifest import ClusterConfig
 from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import PlacementSnapshot, ReleaseBundle
 from ray_moe.topology import Domain, Topology
 from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
+
+# Strategies without parts.
+_WHOLE = ("bulk", "shared_path")
 
 
 def find_model(config: ClusterConfig) -> Path:
@@ -27,11 +36,41 @@ def find_model(config: ClusterConfig) -> Path:
     return path
 
 
-def topology_of(ranks: Sequence[GlobalRank], nodes: Sequence[str]) -> Topology:
-    """One domain per Ray node, named in order of appearance."""
-    distinct = list(dict.fromkeys(nodes))
-    members = {node: tuple(rank for rank, at in zip(ranks, nodes, strict=True) if at == node) for node in distinct}
-    return Topology("topology-v1", tuple(Domain(f"node-{n}", members[node]) for n, node in enumerate(distinct)))
+def topology_of(ranks: Sequence[GlobalRank], nodes: Sequence[str], labels: Sequence[str] = ()) -> Topology:
+    """One domain per Ray node, named in order of appearance; `labels`, one per rank, name other domains instead."""
+    if labels:
+        distinct = {label: label for label in labels}
+    else:
+        distinct = {node: f"node-{number}" for number, node in enumerate(dict.fromkeys(nodes))}
+    at = labels or nodes
+    members = {
+        name: tuple(rank for rank, node in zip(ranks, at, strict=True) if node == key) for key, name in distinct.items()
+    }
+    return Topology("topology-v1", tuple(Domain(name, ranks_there) for name, ranks_there in members.items()))
+
+
+def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int, BlockFacts]) -> Backend:
+    """How a peer of this cluster executes its layers."""
+    buckets = [DecodeBucket(bucket.rank_tokens, bucket.slot_rows) for bucket in config.decode_buckets]
+    return Backend(
+        transport=transport,
+        runner=config.runner,
+        policy=config.policy,
+        strategy=strategy_named(config.strategy, config.strategy_parts),
+        blocks=blocks,
+        block_rows=config.block_rows,
+        executables=Executables(buckets, torch.device(config.device)) if buckets else None,
+    )
+
+
+def handle_abi(config: ClusterConfig) -> HandleABI:
+    """What the peers of this cluster put on the wire, and who applies the gate."""
+    return HandleABI(
+        payload_dtype=config.dtype,
+        return_dtype=config.dtype,
+        gate_location=config.gate_location,
+        payload_format=config.payload,
+    )
 
 
 def store_host(nodes: Sequence[str]) -> str:
@@ -43,7 +82,7 @@ def store_host(nodes: Sequence[str]) -> str:
 
 def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
     """Everything that a step of this release must agree on (specification 0x0CA)."""
-    abi = HandleABI(payload_dtype=config.dtype, return_dtype=config.dtype)
+    abi = handle_abi(config)
     return ReleaseBundle(
         release_id=snapshot.release_id,
         checkpoint_version=snapshot.checkpoint_version,
@@ -55,12 +94,20 @@ def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot) -> Releas
         route_abi="ray_moe.routes/1",
         dispatch_handle_abi=abi.handle_version,
         precision_roles=(
-            ("dispatch", config.dtype),
+            ("dispatch", config.dtype if config.payload == "native" else config.payload),
             ("combine", config.dtype),
             ("gate", "router"),
             ("gate_location", abi.gate_location),
         ),
-        phase_backends=tuple(
-            (phase, f"{config.group}+{config.transport}+{config.runner}") for phase in ("prefill", "decode")
-        ),
+        phase_backends=phase_backends(config),
     )
+
+
+def phase_backends(config: ClusterConfig) -> tuple[tuple[str, str], ...]:
+    """(phase, group + transport + runner + strategy); decode names its executables before the path it falls back to."""
+    transport = config.transport if config.transport_chunks == 1 else f"{config.transport}/{config.transport_chunks}"
+    strategy = config.strategy if config.strategy in _WHOLE else f"{config.strategy}/{config.strategy_parts}"
+    eager = f"{config.group}+{transport}+{config.runner}+{strategy}"
+    buckets = ",".join(f"{bucket.rank_tokens}:{bucket.slot_rows}" for bucket in config.decode_buckets)
+    decode = f"{config.group}+padded_all_to_all+masked_decode[{buckets}], else {eager}" if buckets else eager
+    return (("prefill", eager), ("decode", decode))

@@ -21,13 +21,13 @@ from ray_moe.actors.remote import create_expert, create_routing, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
 from ray_moe.comm.rendezvous import RendezvousStore
+from ray_moe.config import ClusterConfig, expand_replicas
 from ray_moe.controlplane.generations import GenerationStatus
 from ray_moe.controlplane.solve import Assignment, PoolSlot, balanced, fills, place, pool_capacity, retired_slots
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
 from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
-from ray_moe.manifest import ClusterConfig, expand_replicas
 from ray_moe.placement import CheckpointVersion, PlacementSnapshot
 from ray_moe.topology import ProcessGroupSpec, Topology
 
@@ -107,7 +107,7 @@ class ControllerActor:
         await self._all("allocate", self._capacity)
         verified = await self._fill(first, prior=None)
         self._store = RendezvousStore(store_host(nodes), config.start_deadline_s)
-        await self._all("join", verified.group, self._store.address)
+        await self._all("join", verified.group, verified.topology, self._store.address)
         bundle = release_bundle(config, verified)
         await self._ask(self._routing.publish.remote(verified, bundle), "publish the first placement")
         await self._all("serve", self._routing, tuple(self._peers.values()))
@@ -126,7 +126,7 @@ class ControllerActor:
             assignment,
             generation=1,
             group=ProcessGroupSpec(ProcessGroupId(f"{config.name}-ep"), 0, ranks),
-            topology=topology_of(ranks, nodes),
+            topology=topology_of(ranks, nodes, config.node_labels),
             prior=None,
             live=(),
         )

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,15 +22,17 @@ import torch
 from ray.actor import ActorHandle
 from transformers.utils.logging import disable_progress_bar
 
+from ray_moe.actors.bringup import backend_of
 from ray_moe.actors.mailbox import Outlet, PostOffice
 from ray_moe.actors.routing import Grant
-from ray_moe.comm.join import join
+from ray_moe.comm.join import join_transport
 from ray_moe.comm.rendezvous import StoreAddress
-from ray_moe.comm.transports import Transport, transport_named
+from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.solve import Fill
 from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.deadline import join_thread, ray_await, wait_for
-from ray_moe.engine.generation import GenerationView, build_view
+from ray_moe.engine.blocks import BlockFacts, overlap_shared, probe_blocks
+from ray_moe.engine.generation import Backend, GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop, LoopState
 from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, LoadProgress, ModelFacts
@@ -38,8 +41,7 @@ from ray_moe.engine.scheduler import Request, Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
 from ray_moe.errors import NotServingError, RayMoEError
 from ray_moe.identity import GlobalRank
-from ray_moe.manifest import ClusterConfig
-from ray_moe.topology import ProcessGroupSpec
+from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.checkpoint import Checkpoint
 from ray_moe.weights.slots import SlotPool
 
@@ -51,7 +53,7 @@ _SWITCH_INTERVAL_S = 0.0002
 class _Serving:
     """What exists once the peer has joined a group."""
 
-    transport: Transport
+    backend: Backend
     loop: EngineLoop | None = None
     thread: threading.Thread | None = None
 
@@ -71,6 +73,7 @@ class ExpertActor:
         self._dtype = getattr(torch, config.dtype)
         self._progress = LoadProgress()
         self._trunk: Trunk | None = None
+        self._blocks: dict[int, BlockFacts] = {}
         self._checkpoint: Checkpoint | None = None
         self._pool: SlotPool | None = None
         self._counters: dict[int, LayerCounters] = {}
@@ -99,6 +102,7 @@ class ExpertActor:
             attn_implementation="ray_moe",
             trust_remote_code=config.trust_remote_code,
         )
+        self._blocks = probe_blocks(self._trunk)
         self._checkpoint = Checkpoint(model, trust_remote_code=config.trust_remote_code)
         self._counters = {layer: LayerCounters() for layer in self._checkpoint.moe_layers}
         self._progress = LoadProgress("trunk", 1, 1)
@@ -148,12 +152,21 @@ class ExpertActor:
         for layer, pool_slot in slots:
             pool.release(layer, pool_slot)
 
-    async def join(self, spec: ProcessGroupSpec, store: StoreAddress) -> None:
-        """Take this peer's seat in an epoch; returns when all members have joined. Raises `CollectiveError`."""
+    async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
+        """Take this peer's seats in an epoch; returns when all members have joined. Raises `CollectiveError`."""
 
         config = self._config
-        group = await self._beside(join, config.group, spec, self._rank, store, config.step_deadline_s)
-        self._serving = _Serving(transport=transport_named(self._config.transport, group))
+        transport = await self._beside(
+            partial(join_transport, chunks=config.transport_chunks),
+            config.group,
+            config.transport,
+            spec,
+            topology,
+            self._rank,
+            store,
+            config.step_deadline_s,
+        )
+        self._serving = _Serving(backend_of(config, transport, self._blocks))
 
     async def serve(self, routing: ActorHandle, peers: Sequence[ActorHandle]) -> None:
         """Acquire a lease on the active generation and start the engine loop under it."""
@@ -174,9 +187,11 @@ class ExpertActor:
                 vocab_size=trunk.vocab_size,
                 device=config.device,
             ),
-            serving.transport.group,
+            serving.backend.transport.group,
             view,
             Outlet(asyncio.get_running_loop(), self._post_office, self._return_lease, self._wake_peers),
+            self._blocks,
+            shared=overlap_shared(trunk, self._blocks) if config.strategy == "shared_path" else None,
             audit_rate=config.audit_rate,
         )
         serving.thread = threading.Thread(target=serving.loop.run, name=f"engine-{self._rank}", daemon=True)
@@ -217,12 +232,12 @@ class ExpertActor:
         serving = _present(self._serving, "join a group first")
         self._leases[grant.lease.generation] = grant
         try:
-            return await self._beside(self._compile, grant, serving.transport)
+            return await self._beside(self._compile, grant, serving.backend)
         except RayMoEError:
             self._return_lease(grant.lease.generation)
             raise
 
-    def _compile(self, grant: Grant, transport: Transport) -> GenerationView:
+    def _compile(self, grant: Grant, backend: Backend) -> GenerationView:
         return build_view(
             grant.lease,
             grant.header,
@@ -230,10 +245,8 @@ class ExpertActor:
             self._rank,
             _present(self._trunk, "load the model first"),
             _present(self._pool, "allocate first"),
-            transport,
-            runner=self._config.runner,
-            policy=self._config.policy,
-            counters=self._counters,
+            backend,
+            self._counters,
         )
 
     def _return_lease(self, generation: int) -> None:
@@ -352,7 +365,9 @@ class ExpertActor:
     async def _beside(self, work: Callable[..., _T], *args: Any) -> _T:
         """Run blocking work on another thread, under the start deadline."""
         return await wait_for(
-            asyncio.to_thread(work, *args), self._config.start_deadline_s, f"{work.__name__} on rank {self._rank}"
+            asyncio.to_thread(work, *args),
+            self._config.start_deadline_s,
+            f"{getattr(work, 'func', work).__name__} on rank {self._rank}",
         )
 
 

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray_moe.errors import ConfigError, NotServingError
 
 if TYPE_CHECKING:
-    from ray_moe.manifest import ClusterConfig
+    from ray_moe.config import ClusterConfig
 
 NAMESPACE = "ray_moe"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
+from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.generations import GenerationStatus
 from ray_moe.engine.records import EngineStatus, ModelFacts
-from ray_moe.manifest import ClusterConfig
 from ray_moe.placement import PlacementSnapshot
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_moe.actors.bringup import handle_abi
+from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.generations import GenerationStatus, PlacementRegistry
-from ray_moe.dataplane.handle import HandleABI, HandleHeader
+from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.errors import GenerationError
-from ray_moe.manifest import ClusterConfig
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
 
 
@@ -37,7 +38,7 @@ class RoutingActor:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._registry = PlacementRegistry(final_after_steps=config.final_after_steps)
-        self._abi = HandleABI(payload_dtype=config.dtype, return_dtype=config.dtype)
+        self._abi = handle_abi(config)
         self._release: ReleaseBundle | None = None
 
     async def publish(self, snapshot: PlacementSnapshot, release: ReleaseBundle) -> None:

@@ -15,10 +15,10 @@ from ray.exceptions import RayActorError
 
 from ray_moe.actors.remote import create_controller, find_controller, kill_cluster
 from ray_moe.actors.reports import ClusterStatus, Directory
+from ray_moe.config import ClusterConfig
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.engine.records import LoadProgress
 from ray_moe.errors import NotServingError
-from ray_moe.manifest import ClusterConfig
 from ray_moe.placement import PlacementSnapshot
 
 _POLL_S = 0.1

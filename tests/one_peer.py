@@ -10,12 +10,15 @@ from pathlib import Path
 
 import torch
 
+from ray_moe.comm.join import transport_named
 from ray_moe.comm.solo import SoloGroup
-from ray_moe.comm.transports import Transport, transport_named
 from ray_moe.controlplane.solve import balanced, fills, place, pool_capacity
+from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
 from ray_moe.dataplane.layer import LayerCounters
-from ray_moe.engine.generation import GenerationView, build_view
+from ray_moe.dataplane.strategies import strategy_named
+from ray_moe.engine.blocks import overlap_shared, probe_blocks
+from ray_moe.engine.generation import Backend, GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop
 from ray_moe.engine.records import Delivery, Refusal, StreamRecord
@@ -77,7 +80,14 @@ class OnePeer:
     """Trunk, slots and loop of one peer for a checkpoint folder."""
 
     def __init__(
-        self, folder: Path, *, device: str = "cpu", max_prefill_tokens: int = 128, num_blocks: int = 128
+        self,
+        folder: Path,
+        *,
+        device: str = "cpu",
+        max_prefill_tokens: int = 128,
+        num_blocks: int = 128,
+        strategy: str = "bulk",
+        buckets: Sequence[DecodeBucket] = (),
     ) -> None:
         self.checkpoint = Checkpoint(folder)
         self.trunk: Trunk = load_trunk(folder, dtype=torch.float32, device=device, attn_implementation="ray_moe")
@@ -92,7 +102,11 @@ class OnePeer:
             self.checkpoint.moe_layers, self._capacity, self.checkpoint.layout, dtype=torch.float32, device=device
         )
         group = SoloGroup(GROUP, RANK)
-        self.transport: Transport = transport_named("all_to_all_v", group)
+        self.blocks = probe_blocks(self.trunk)
+        self.backend = Backend(
+            transport_named("all_to_all_v", group), "grouped", "token_hash", strategy_named(strategy), self.blocks,
+            executables=Executables(buckets, torch.device(device)) if buckets else None,
+        )  # fmt: skip
         self.counters = {layer: LayerCounters() for layer in self.checkpoint.moe_layers}
         self.outlet = Collector()
         self._placed: PlacementSnapshot | None = None
@@ -112,6 +126,8 @@ class OnePeer:
             group,
             self.view(1),
             self.outlet,
+            self.blocks,
+            shared=overlap_shared(self.trunk, self.blocks) if strategy == "shared_path" else None,
             audit_rate=1.0,
         )
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -139,10 +155,7 @@ class OnePeer:
         self._placed = candidate.with_digests(digests)
         lease = Lease(generation, "rank-0", generation, 0)
         header = HandleHeader.grant(lease, self._placed, HandleABI())
-        return build_view(
-            lease, header, self._placed, RANK, self.trunk, self.pool, self.transport,
-            runner="grouped", policy="token_hash", counters=self.counters,
-        )  # fmt: skip
+        return build_view(lease, header, self._placed, RANK, self.trunk, self.pool, self.backend, self.counters)
 
     def _run(self) -> None:
         try:

@@ -17,8 +17,8 @@ from ray_moe.actors.reports import ClusterStatus
 from ray_moe.bench.model import VOCABULARY, build
 from ray_moe.bench.report import Row
 from ray_moe.cluster import Cluster
+from ray_moe.config import ClusterConfig, parse_replicas
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.manifest import ClusterConfig, parse_replicas
 from ray_moe.sdk import Client
 
 PEERS, PROMPT_TOKENS, NEW_TOKENS, REPEATS = 4, 16, 64, 3

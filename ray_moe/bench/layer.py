@@ -16,15 +16,16 @@ from ray_moe.bench.model import FFN, HIDDEN, NUM_EXPERTS, TOP_K
 from ray_moe.bench.report import Row
 from ray_moe.comm.agreement import StepRecord
 from ray_moe.comm.group import ExpertGroup
-from ray_moe.comm.join import join
+from ray_moe.comm.join import join, transport_named
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
-from ray_moe.comm.transports import transport_named
 from ray_moe.controlplane.solve import balanced, place, pool_capacity
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, Invocation, LayerCounters
+from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import policy_named
 from ray_moe.dataplane.runners import LayerWeights, runner_named
+from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.identity import CheckpointVersion, GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.placement import Lease, PlacementSnapshot
 from ray_moe.routes import Routes
@@ -135,8 +136,7 @@ def _layer(placement: PlacementSnapshot, group: ExpertGroup, rank: int, transpor
         HandleHeader.grant(lease, placement, HandleABI()),
         slots,
         weights,
-        transport_named(transport, group),
-        runner_named("grouped"),
+        Path(transport_named(transport, group), runner_named("grouped"), strategy_named("bulk")),
         policy_named("token_hash"),
         LayerCounters(),
     )

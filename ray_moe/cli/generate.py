@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from ray_moe.actors.reports import ClusterStatus, Directory
     from ray_moe.cluster import Cluster
+    from ray_moe.config import ClusterConfig
     from ray_moe.engine.sampling import SamplingParams
-    from ray_moe.manifest import ClusterConfig
 
 
 def generate(

@@ -43,7 +43,7 @@ from ray_moe.errors import ConfigError, NotServingError
 
 if TYPE_CHECKING:
     from ray_moe.actors.reports import ClusterStatus
-    from ray_moe.manifest import ClusterConfig
+    from ray_moe.config import ClusterConfig
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

@@ -11,7 +11,7 @@ from ray_moe.errors import ConfigError
 from ray_moe.models import TINY_MOE
 
 if TYPE_CHECKING:
-    from ray_moe.manifest import ClusterConfig
+    from ray_moe.config import ClusterConfig
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
 Address = Annotated[
@@ -53,7 +53,7 @@ def cluster_config(file: Path | None, **options: Any) -> ClusterConfig:
 
     A model folder becomes its full path, since actors run elsewhere.
     """
-    from ray_moe.manifest import ClusterConfig, load_config
+    from ray_moe.config import ClusterConfig, load_config
 
     given = {key: value for key, value in options.items() if value is not None}
     if file is None and "model" not in given:

@@ -7,16 +7,21 @@ never changed; the next generation is another view over the same slot pool.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ray_moe.comm.transports import Transport
+from ray_moe.dataplane.captured import CapturedDecode, Executables
+from ray_moe.dataplane.completion import StagingPool
 from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
+from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import ReplicaPolicy, policy_named
-from ray_moe.dataplane.runners import LayerWeights, runner_named
+from ray_moe.dataplane.runners import BLOCK_ROWS, LayerWeights, runner_named
+from ray_moe.dataplane.strategies import Strategy
+from ray_moe.engine.blocks import BlockFacts
 from ray_moe.engine.trunk import Trunk
 from ray_moe.errors import StaleHandleError
 from ray_moe.identity import GlobalRank
@@ -33,6 +38,41 @@ class GenerationView:
     layers: Mapping[int, ExpertLayer]
     policy: ReplicaPolicy
 
+    def activate(self) -> None:
+        """Put this generation's bindings into the executables' cells: at a step boundary, on the loop's thread."""
+        for captured in self._captured():
+            captured.activate()
+
+    def free(self) -> None:
+        """Give the bindings up; the executables stay. Raises `BindingError` while a cell holds one."""
+        for captured in self._captured():
+            captured.free()
+
+    def _captured(self) -> list[CapturedDecode]:
+        return [layer.captured for layer in self.layers.values() if layer.captured is not None]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a peer executes its layers: chosen once, the same in every generation.
+
+    `executables` is None without decode buckets. `blocks` are what probing the trunk's MoE blocks found.
+    """
+
+    transport: Transport
+    runner: str
+    policy: str
+    strategy: Strategy
+    blocks: Mapping[int, BlockFacts]
+    block_rows: int = BLOCK_ROWS
+    executables: Executables | None = None
+    staging: StagingPool = field(default_factory=StagingPool)
+
+    def path(self) -> Path:
+        """A path of its own for one layer; all share the staging buffers, since a peer runs one layer at a time."""
+        runner = runner_named(self.runner, block_rows=self.block_rows)
+        return Path(self.transport, runner, self.strategy, staging=self.staging)
+
 
 def build_view(
     lease: Lease,
@@ -41,10 +81,7 @@ def build_view(
     rank: GlobalRank,
     trunk: Trunk,
     pool: SlotPool,
-    transport: Transport,
-    *,
-    runner: str,
-    policy: str,
+    backend: Backend,
     counters: Mapping[int, LayerCounters],
 ) -> GenerationView:
     """Compile `snapshot` for this peer over the slabs of `pool`.
@@ -52,7 +89,7 @@ def build_view(
     Raises `StaleHandleError` when lease, header, snapshot and the transport's group are not of one generation and
     epoch, or when a slot's resident parameters are not the ones that the snapshot was verified with.
     """
-    group = transport.group.spec
+    group = backend.transport.group.spec
     if not lease.generation == header.generation == snapshot.generation:
         raise StaleHandleError(
             f"lease of generation {lease.generation}, header of {header.generation}, snapshot of {snapshot.generation}"
@@ -63,7 +100,7 @@ def build_view(
             f"{snapshot.group.process_group_id}, this peer runs epoch {group.epoch} of {group.process_group_id}"
         )
     layers: dict[int, ExpertLayer] = {}
-    replica_policy = policy_named(policy)
+    policy = policy_named(backend.policy)
     for placement in snapshot.layers:
         for slot in placement.slots_of(rank):
             resident = pool.digest(placement.layer, slot.pool_slot)
@@ -84,10 +121,25 @@ def build_view(
                 down_bias=slab.down_bias,
                 pool_slots=slots.pool_slots,
                 activation=trunk.activation(placement.layer),
+                generation=snapshot.generation,
             ),
-            transport=transport,
-            runner=runner_named(runner),
-            policy=replica_policy,
+            path=backend.path(),
+            policy=policy,
             counters=counters[placement.layer],
+            captured=_captured(backend, header, slots, trunk),
         )
-    return GenerationView(lease=lease, header=header, layers=layers, policy=replica_policy)
+    return GenerationView(lease=lease, header=header, layers=layers, policy=policy)
+
+
+def _captured(backend: Backend, header: HandleHeader, slots: SlotMap, trunk: Trunk) -> CapturedDecode | None:
+    if backend.executables is None:
+        return None
+    return CapturedDecode.bind(
+        backend.executables,
+        header,
+        slots,
+        trunk.hidden_size,
+        trunk.top_k,
+        backend.blocks[slots.layer].gate,
+        backend.transport,
+    )

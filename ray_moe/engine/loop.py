@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -22,11 +20,13 @@ from ray_moe.comm.agreement import Agreement, StepRecord, agree
 from ray_moe.comm.group import ExpertGroup, Ticket
 from ray_moe.dataplane.layer import Invocation
 from ray_moe.deadline import wait_event
+from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.records import Load, Outlet, Refusal, StreamRecord
 from ray_moe.engine.scheduler import Emission, Request, Scheduler
-from ray_moe.engine.trunk import Trunk
+from ray_moe.engine.state import LOOP_TABLE, LoopCounters, LoopState
+from ray_moe.engine.trunk import Binding, Trunk
 from ray_moe.engine.units import StepPlan, UnitBatch
 from ray_moe.errors import (
     AgreementError,
@@ -48,40 +48,12 @@ _IDLE_FIRST_S, _IDLE_LONGEST_S = 0.001, 0.05
 _SLEEP_HEARTBEAT_S = 30.0
 
 
-class LoopState(Enum):
-    """Where one peer's loop stands."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    SLEEPING = "sleeping"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-# state -> {event: next}. FAILED is final for this loop: a new epoch gets a new group, not a second life of this one.
-LOOP_TABLE: dict[LoopState, dict[str, LoopState]] = {
-    LoopState.STARTING: {"serve": LoopState.SERVING, "fail": LoopState.FAILED},
-    LoopState.SERVING: {"sleep": LoopState.SLEEPING, "stop": LoopState.STOPPED, "fail": LoopState.FAILED},
-    LoopState.SLEEPING: {"wake": LoopState.SERVING, "fail": LoopState.FAILED},
-    LoopState.STOPPED: {},
-    LoopState.FAILED: {},
-}
-
-
-@dataclass
-class LoopCounters:
-    """Exact totals since the loop started. Seconds are wall time of steps that ran a unit: in all, and of it the wait
-    for the next step's agreement after the units were done."""
-
-    steps_agreed: int = 0
-    steps_worked: int = 0
-    tokens_emitted: int = 0
-    seconds_worked: float = 0.0
-    seconds_agreeing: float = 0.0
-
-
 class EngineLoop:
-    """One peer's engine. Constructed with the first generation's view; `run` returns when stopped or failed."""
+    """One peer's engine. Constructed with the first generation's view; `run` returns when stopped or failed.
+
+    `blocks` are the trunk's MoE blocks as they were probed, `shared` those whose shared expert runs beside the
+    exchange.
+    """
 
     def __init__(
         self,
@@ -92,9 +64,12 @@ class EngineLoop:
         group: ExpertGroup,
         view: GenerationView,
         outlet: Outlet,
+        blocks: Mapping[int, BlockFacts],
         *,
+        shared: Mapping[int, SharedPath] | None = None,
         audit_rate: float = 0.0,
     ) -> None:
+        self._blocks, self._shared = blocks, shared or {}
         self.rank, self.trunk, self.cache, self.scheduler = rank, trunk, cache, scheduler
         self.group, self.view, self.outlet = group, view, outlet
         self.state = LoopState.STARTING
@@ -112,6 +87,7 @@ class EngineLoop:
         self._invocation = Invocation(0, "decode")
         self._empty_TD = torch.zeros(0, trunk.hidden_size, dtype=trunk.dtype, device=trunk.device)
         self._top_k = trunk.top_k
+        view.activate()
         trunk.bind(self._experts)
 
     # ---- the loop ----
@@ -172,9 +148,7 @@ class EngineLoop:
         audit = self._audit_every > 0 and agreed.step % self._audit_every == 0
         emissions: list[Emission] = []
         self.view.policy.observe(agreed.rows_P)
-        for kind, runs, unit in (("prefill", agreed.prefill, plan.prefill), ("decode", agreed.decode, plan.decode)):
-            if not runs:
-                continue
+        for kind, unit in plan.agreed_units(prefill=agreed.prefill, decode=agreed.decode):
             self._invocation = Invocation(agreed.step, kind, audit=audit)
             batch = self.scheduler.materialise(unit) if unit is not None else None
             if batch is None or unit is None:
@@ -196,11 +170,12 @@ class EngineLoop:
         return output.logits[0]
 
     def _join_empty(self) -> None:
-        for layer in self.view.layers.values():
-            layer.join_empty(self._empty_TD, self._top_k, self._invocation)
+        for index, layer in self.view.layers.items():
+            layer.join_empty(self._empty_TD, self._top_k, self._blocks[index].gate, self._invocation)
 
-    def _experts(self, layer: int, _module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _experts(self, layer: int, _module: nn.Module) -> Binding:
         """What the trunk's MoE block of `layer` calls: the layer of whatever generation this step runs under."""
+        shared = self._shared.get(layer)
 
         def run(hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
             invocation = self._invocation
@@ -210,7 +185,12 @@ class EngineLoop:
                 execution_scope_id=f"s{invocation.step}/{invocation.unit}/l{layer}",
                 origin_partition=f"rank-{self.rank}",
             )
-            return self.view.layers[layer].forward(hidden_TD, routes, invocation)
+            if shared is None:
+                return self.view.layers[layer].forward(hidden_TD, routes, invocation)
+            shared.begin(hidden_TD)
+            out_TD = self.view.layers[layer].forward(hidden_TD, routes, invocation, shared.run)
+            shared.end()
+            return out_TD
 
         return run
 
@@ -219,8 +199,11 @@ class EngineLoop:
         if agreed.generation == self.view.lease.generation:
             return
         self.view = self._staged[agreed.generation]
+        self.view.activate()
         for generation in sorted(generation for generation in self._staged if generation < agreed.generation):
-            self.outlet.lease_returned(self._staged.pop(generation))
+            past = self._staged.pop(generation)
+            past.free()
+            self.outlet.lease_returned(past)
 
     def _pace(self, agreed: Agreement) -> None:
         """Idle peers agree at a falling rate, then sleep until woken.

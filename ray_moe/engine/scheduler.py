@@ -20,13 +20,17 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
+from ray_moe.dataplane.phases import Phase, split_by_phase
 from ray_moe.engine.kvcache import BlockAllocator
 from ray_moe.engine.request import AdmissionLimits, FinishReason, OpenRequest, Request, RequestEvent, RequestState
-from ray_moe.engine.units import Phase, Row, StepPlan, UnitBatch, UnitPlan, pack_unit
+from ray_moe.engine.units import Row, StepPlan, UnitBatch, UnitPlan, pack_unit
 from ray_moe.errors import ConfigError, RayMoEError, RequestError
+
+_PHASE = attrgetter("phase")
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,9 @@ class Scheduler:
         self._release_settled()
         # Decodes first: they free blocks when they preempt, and a prompt must not take what they need. Whoever was just
         # preempted heads the queue and needs more blocks than it left, so no newcomer gets in at its cost.
-        decode = self._plan_decode()
-        prefill = self._plan_prefill()
-        return StepPlan(step, _unit(step, "prefill", prefill), _unit(step, "decode", decode))
+        rows = [*self._plan_decode(), *self._plan_prefill()]
+        units = {unit.phase: UnitPlan(step, unit.phase, unit.rows) for unit in split_by_phase(rows, _PHASE)}
+        return StepPlan(step, units.get("prefill"), units.get("decode"))
 
     def materialise(self, unit: UnitPlan) -> UnitBatch | None:
         """The unit with its token ids, without the rows of requests that finished or were cancelled since it was
@@ -204,7 +208,7 @@ class Scheduler:
         for opened in list(self._running):
             # The list is a copy: whom an older request preempted meanwhile is waiting now.
             if opened.state is RequestState.DECODE and self._make_room(opened, opened.planned + 1):
-                rows.append(self._take(opened, 1))
+                rows.append(self._take(opened, 1, "decode"))
         return rows
 
     def _plan_prefill(self) -> list[Row]:
@@ -212,7 +216,7 @@ class Scheduler:
         budget = self.max_prefill_tokens
         for opened in self._running:
             if opened.state is RequestState.PREFILL and budget > 0:
-                rows.append(self._take(opened, min(opened.expected - opened.planned, budget)))
+                rows.append(self._take(opened, min(opened.expected - opened.planned, budget), "prefill"))
                 budget -= rows[-1].count
         while budget > 0 and self._waiting and len(self._running) < self.max_decode_rows:
             opened = self._waiting[0]
@@ -224,13 +228,14 @@ class Scheduler:
             self._running.append(opened)
             opened.blocks = self._allocator.allocate(needed)
             opened.take(RequestEvent.ADMIT)
-            rows.append(self._take(opened, min(opened.expected, budget)))
+            rows.append(self._take(opened, min(opened.expected, budget), "prefill"))
             budget -= rows[-1].count
         return rows
 
-    def _take(self, opened: OpenRequest, count: int) -> Row:
+    def _take(self, opened: OpenRequest, count: int, phase: Phase) -> Row:
         """Plans the request's next `count` tokens; the chunk that reaches its last token samples."""
         row = Row(
+            phase=phase,
             request_id=opened.request.request_id,
             ticket=opened.ticket,
             residency=opened.residency,
@@ -305,7 +310,3 @@ class Scheduler:
         """The request that the row is for; None when it is over, even if its id is in use again."""
         opened = self._open.get(row.request_id)
         return opened if opened is not None and opened.ticket == row.ticket else None
-
-
-def _unit(step: int, kind: Phase, rows: list[Row]) -> UnitPlan | None:
-    return UnitPlan(step, kind, tuple(rows)) if rows else None

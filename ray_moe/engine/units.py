@@ -11,14 +11,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ray_moe.dataplane.phases import Phase
 from ray_moe.engine.sampling import SamplingColumns, SamplingParams
-
-Phase = Literal["prefill", "decode"]
+from ray_moe.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,11 @@ class Row:
     """One request's share of one unit: tokens [start, start + count) of it, and where their keys and values live.
 
     `ticket` is the submission it belongs to (an id can be used again after a cancel), `residency` the number of times
-    that submission had been preempted. `index` is the generated token that the row samples, when it `samples`.
+    that submission had been preempted. `index` is the generated token that the row samples, when it `samples`. `phase`
+    is the row's provenance: it decides the unit that the row may be in.
     """
 
+    phase: Phase
     request_id: str
     ticket: int
     residency: int
@@ -41,11 +42,18 @@ class Row:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One phase's share of a step."""
+    """One phase's share of a step. Raises `ConfigError` for a row of another phase (specification 0x05E)."""
 
     step: int
     kind: Phase
     rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if row.phase != self.kind:
+                raise ConfigError(
+                    f"step {self.step}: a {self.kind} unit cannot take a {row.phase} row, that of {row.request_id!r}"
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +71,15 @@ class StepPlan:
     @property
     def units(self) -> tuple[UnitPlan, ...]:
         return tuple(unit for unit in (self.prefill, self.decode) if unit is not None)
+
+    def agreed_units(self, *, prefill: bool, decode: bool) -> list[tuple[Phase, UnitPlan | None]]:
+        """The units that all peers run, in order; None where this peer has no rows for one."""
+        agreed: list[tuple[Phase, UnitPlan | None]] = []
+        if prefill:
+            agreed.append(("prefill", self.prefill))
+        if decode:
+            agreed.append(("decode", self.decode))
+        return agreed
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import ray
 
 from ray_moe import cluster as clusters
 from ray_moe.cluster import Cluster
+from ray_moe.config import ClusterConfig
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import (
     ConfigError,
@@ -24,7 +25,6 @@ from ray_moe.errors import (
     RayMoEError,
     RequestError,
 )
-from ray_moe.manifest import ClusterConfig
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client
 

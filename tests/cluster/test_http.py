@@ -20,9 +20,9 @@ import pytest
 import ray
 
 from ray_moe import cluster
+from ray_moe.config import ClusterConfig
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, NotServingError
-from ray_moe.manifest import ClusterConfig
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client, Generation
 from ray_moe.serve import app

@@ -24,8 +24,8 @@ import torch
 import transformers
 
 from ray_moe.actors.controller import ClusterStatus, ControllerActor
+from ray_moe.config import ClusterConfig
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.manifest import ClusterConfig
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client
 from ray_moe.text import load_tokenizer

@@ -17,9 +17,9 @@ from ray_moe.actors import controller as controllers
 from ray_moe.actors.controller import ControllerActor
 from ray_moe.actors.expert import ExpertActor
 from ray_moe.actors.routing import RoutingActor
+from ray_moe.config import ClusterConfig
 from ray_moe.deadline import ray_get
 from ray_moe.engine.scheduler import Scheduler
-from ray_moe.manifest import ClusterConfig
 
 START_S = 240.0  # importing takes each process five seconds of a core, and others may want the cores too
 

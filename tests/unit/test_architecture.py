@@ -25,7 +25,12 @@ LINE_LIMIT = 400
 # ---------------------------------------------------------------------------------------------------------------------
 # The rules' data. A unit is a module or a package right under ray_moe; "comm.rendezvous" is one module inside a unit.
 
-TORCH_FREE_VOCABULARY = frozenset({"errors", "identity", "topology", "placement", "manifest", "metrics"})
+TORCH_FREE_VOCABULARY = frozenset(
+    [
+        *("errors", "identity", "evidence", "topology", "topology_ledger", "placement"),
+        *("manifest", "config", "relations", "metrics"),
+    ]
+)
 VOCABULARY = TORCH_FREE_VOCABULARY | {"routes"}
 DATA = VOCABULARY | {"kernels", "comm"}
 ENGINE = DATA | {"weights", "dataplane", "engine"}
@@ -66,7 +71,8 @@ ONLY_IN: dict[str, frozenset[str]] = {
     "ray": frozenset(
         {"actors", "serve", "observe", "bench", "comm.rendezvous", "cluster", "sdk", "batch", "cli", "deadline"}
     ),
-    "pydantic": frozenset({"manifest", "serve.schema"}),  # frozen dataclasses cross every other boundary
+    # Frozen dataclasses cross every other boundary.
+    "pydantic": frozenset({"manifest", "config", "relations", "serve.schema"}),
 }
 
 # Library -> the places that must do without it.

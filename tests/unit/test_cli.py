@@ -31,10 +31,10 @@ from ray_moe.cli.main import run
 from ray_moe.cli.options import cluster_config
 from ray_moe.cli.output import Output, output
 from ray_moe.cli.records import Head, Record
+from ray_moe.config import ReplicaRequest
 from ray_moe.controlplane.generations import GenerationStatus, State
 from ray_moe.engine.records import EngineStatus
 from ray_moe.errors import ConfigError, NotServingError, RayMoEError
-from ray_moe.manifest import ReplicaRequest
 from ray_moe.observe.status import render_status
 
 VERBS = ("up", "down", "status", "generate", "demo")

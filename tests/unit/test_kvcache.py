@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ray_moe.dataplane.phases import Phase
 from ray_moe.engine.kvcache import BlockAllocator, KVCache, paged_attention
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.engine.units import Phase, Row, UnitBatch, pack_unit
+from ray_moe.engine.units import Row, UnitBatch, pack_unit
 from ray_moe.errors import ConfigError, SlotError, UnsupportedModelError
 
 # ---- blocks ----
@@ -130,7 +131,7 @@ class Sequences:
 
     def batch(self, kind: Phase, spans: dict[str, tuple[int, int]]) -> UnitBatch:
         rows = [
-            Row(name, 0, 0, start, end - start, self.blocks[name], samples=True, index=0)
+            Row(kind, name, 0, 0, start, end - start, self.blocks[name], samples=True, index=0)
             for name, (start, end) in spans.items()
         ]
         tokens = [[0] * row.count for row in rows]
