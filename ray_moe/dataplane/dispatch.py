@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -215,18 +215,24 @@ class Dispatcher:
         counts_S = tuple(end - start for start, end in pairwise(offsets_S1))
         capacity = self._capacity(counts_S, handle)
         rows_SCD = rows_RD.new_zeros(len(counts_S), capacity, rows_RD.shape[1])
-        rows_SCD.view(-1, rows_RD.shape[1]).index_copy_(0, _positions(counts_S, capacity, rows_RD.device), rows_RD)
+        rows_SCD.view(-1, rows_RD.shape[1]).index_copy_(
+            0, padded_positions(counts_S, capacity, rows_RD.device), rows_RD
+        )
         return MaskedRows(rows_SCD, counts_S)
 
     def _unlaid(self, rows: ExpertRows, handle: DispatchHandle) -> Tensor:
         """The inverse of `_laid_out`: valid rows only, expert-major."""
-        if isinstance(rows, MaskedRows):
-            self._require_counts(rows.counts_S, handle)
-            capacity, width = rows.rows_SCD.shape[1:]
-            flat = rows.rows_SCD.reshape(-1, width)
-            return flat.index_select(0, _positions(rows.counts_S, capacity, flat.device))
-        self._require_counts([end - start for start, end in pairwise(rows.offsets_S1)], handle)
-        return rows.rows_RD
+        offsets_S1 = rows.offsets_S1 if isinstance(rows, SegmentedRows) else tuple(accumulate(rows.counts_S, initial=0))
+        if offsets_S1 != handle.expert_offsets_S1:
+            raise CountMismatchError(
+                f"combine of handle {handle.handle_id}: rows lie at {list(offsets_S1)}, dispatch gave "
+                f"{list(handle.expert_offsets_S1)}"
+            )
+        if isinstance(rows, SegmentedRows):
+            return rows.rows_RD
+        capacity, width = rows.rows_SCD.shape[1:]
+        flat = rows.rows_SCD.reshape(-1, width)
+        return flat.index_select(0, padded_positions(rows.counts_S, capacity, flat.device))
 
     def _capacity(self, counts_S: Sequence[int], handle: DispatchHandle) -> int:
         fullest = max(counts_S, default=0)
@@ -238,13 +244,6 @@ class Dispatcher:
                 f"handle {handle.handle_id}: a slot has {fullest} rows, its capacity is {self.slot_capacity}",
             )
         return self.slot_capacity
-
-    def _require_counts(self, counts_S: Sequence[int], handle: DispatchHandle) -> None:
-        agreed = [end - start for start, end in pairwise(handle.expert_offsets_S1)]
-        if list(counts_S) != agreed:
-            raise CountMismatchError(
-                f"combine of handle {handle.handle_id}: rows per slot are {list(counts_S)}, dispatch gave {agreed}"
-            )
 
     def _fence(self, handle: DispatchHandle, operation: str) -> None:
         handle.require(self.header, operation)
@@ -308,8 +307,3 @@ def to_experts(arrived_RD: Tensor, handle: DispatchHandle) -> Tensor:
 def to_senders(rows_RD: Tensor, handle: DispatchHandle) -> Tensor:
     """Expert-major to source-major: the inverse of `to_experts`."""
     return rows_RD if handle.arrives_expert_major else unpermute(rows_RD, handle.expert_order_R)
-
-
-def _positions(counts_S: Sequence[int], capacity: int, device: torch.device) -> Tensor:
-    """Where the valid rows lie in a flattened [S, C, D]."""
-    return padded_positions(counts_S, capacity, device)

@@ -122,7 +122,7 @@ class ExpertLayer:
         layouts = agree_layouts(gathered, self.slots, len(batches))
 
         def run(path: Path, hidden_TD: Tensor) -> Tensor:
-            rows = hidden_TD.split([batch.num_tokens for batch in batches])
+            rows = [hidden_TD] if len(batches) == 1 else hidden_TD.split([batch.num_tokens for batch in batches])
             return self._run(path, rows, plans, layouts, invocation, sealed, shared)
 
         decision = self._admit(invocation, layouts, routes.top_k)
