@@ -108,6 +108,6 @@ def phase_backends(config: ClusterConfig) -> tuple[tuple[str, str], ...]:
     transport = config.transport if config.transport_chunks == 1 else f"{config.transport}/{config.transport_chunks}"
     strategy = config.strategy if config.strategy in _WHOLE else f"{config.strategy}/{config.strategy_parts}"
     eager = f"{config.group}+{transport}+{config.runner}+{strategy}"
-    buckets = ",".join(f"{bucket.rank_tokens}:{bucket.slot_rows}" for bucket in config.decode_buckets)
+    buckets = ",".join(f"{bucket.rank_tokens}x{bucket.slot_rows}" for bucket in config.decode_buckets)
     decode = f"{config.group}+padded_all_to_all+masked_decode[{buckets}], else {eager}" if buckets else eager
     return (("prefill", eager), ("decode", decode))

@@ -323,7 +323,8 @@ class ExpertActor:
         """This peer's counters, from the layers and the scheduler themselves."""
         loop, pool = self._loop, _present(self._pool, "allocate first")
         trunk = _present(self._trunk, "load the model first")
-        per_layer = self._counters.values()
+        layers = LayerCounters.total(self._counters.values())
+        bytes_sent, bytes_received = _present(self._serving, "join a group first").backend.transport.bytes_moved
         experts = {id(parameter) for module in trunk.experts.values() for parameter in module.parameters()}
         return EngineStatus(
             rank=self._rank.value,
@@ -341,10 +342,16 @@ class ExpertActor:
             tokens_emitted=loop.counters.tokens_emitted,
             kv_blocks_used=loop.load.kv_blocks_used,
             kv_blocks_total=self._config.kv_blocks,
-            rows_local=sum(counters.rows_local for counters in per_layer),
-            rows_sent=sum(counters.rows_sent for counters in per_layer),
-            rows_received=sum(counters.rows_received for counters in per_layer),
-            audited=sum(counters.audited for counters in per_layer),
+            rows_local=layers.rows_local,
+            rows_sent=layers.rows_sent,
+            rows_received=layers.rows_received,
+            audited=layers.audited,
+            bytes_sent=bytes_sent,
+            bytes_received=bytes_received,
+            replays=layers.replays,
+            fallbacks=dict(layers.fallbacks),
+            peak_live_bytes=layers.peak_live_bytes,
+            fan_out=dict(layers.fan_out),
             resident_slots={layer: pool.capacity - len(pool.free_slots(layer)) for layer in pool.layers},
             trunk_has_experts=bool(experts),
         )

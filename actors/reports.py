@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
+from ray_moe.actors.bringup import phase_backends
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.generations import GenerationStatus
 from ray_moe.engine.records import EngineStatus, ModelFacts
@@ -37,7 +38,10 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What `ray-moe status` shows. `peers` holds the engines that answered, `lost` the ranks that are dead."""
+    """What `ray-moe status` shows. `peers` holds the engines that answered, `lost` the ranks that are dead.
+
+    `backends` says by phase what executes its units.
+    """
 
     name: str
     state: str
@@ -48,6 +52,11 @@ class ClusterStatus:
     group: str
     transport: str
     runner: str
+    strategy: str
+    payload: str
+    gate_location: str
+    contract: str | None
+    backends: dict[str, str]
     policy: str
     peers: tuple[EngineStatus, ...]
     lost: tuple[int, ...]
@@ -74,6 +83,11 @@ def cluster_status(
         group=config.group,
         transport=config.transport,
         runner=config.runner,
+        strategy=config.strategy,
+        payload=config.payload,
+        gate_location=config.gate_location,
+        contract=config.contract,
+        backends=dict(phase_backends(config)),
         policy=config.policy,
         peers=peers,
         lost=lost,

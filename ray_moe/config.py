@@ -17,7 +17,7 @@ from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, read_yaml, sh
 
 _Seconds = Annotated[float, Field(gt=0)]
 
-_BUCKET = re.compile(r"(\d+)\s*:\s*(\d+)", re.ASCII)
+_BUCKET = re.compile(r"(\d+)\s*x\s*(\d+)", re.ASCII)
 _REPLICA = re.compile(r"(\*|-?\d+)\s*:\s*(-?\d+)\s*=\s*(-?\d+)", re.ASCII)
 
 
@@ -71,9 +71,9 @@ class BucketRequest(Manifest):
 
 
 def parse_buckets(text: str) -> tuple[BucketRequest, ...]:
-    """Read "RANK_TOKENS:SLOT_ROWS,..."; an empty text asks for none.
+    """Read "RANK_TOKENSxSLOT_ROWS,..."; an empty text asks for none.
 
-    >>> parse_buckets("4:8")
+    >>> parse_buckets("4x8")
     (BucketRequest(rank_tokens=4, slot_rows=8),)
     """
     buckets = []
@@ -81,7 +81,7 @@ def parse_buckets(text: str) -> tuple[BucketRequest, ...]:
         match = _BUCKET.fullmatch(part)
         if match is None:
             raise ConfigError(
-                f"decode_buckets: {part!r} is not RANK_TOKENS:SLOT_ROWS in whole numbers, for example 4:8"
+                f"decode_buckets: {part!r} is not RANK_TOKENSxSLOT_ROWS in whole numbers, for example 4x8"
             )
         tokens, rows = map(int, match.groups())
         buckets.append(BucketRequest.parse({"rank_tokens": tokens, "slot_rows": rows}, f"decode_buckets {part!r}"))
@@ -146,7 +146,7 @@ class ClusterConfig(Manifest):
     gate_location: Literal["origin", "expert"] = "origin"
     decode_buckets: Annotated[
         AsTuple[BucketRequest],
-        BeforeValidator(lambda given: parse_buckets(given) if isinstance(given, str) else given),
+        BeforeValidator(lambda given: parse_buckets(str(given)) if isinstance(given, str | int) else given),
     ] = ()
     policy: Literal["token_hash", "locality_first", "least_load", "round_robin", "queue_aware"] = "token_hash"
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray_moe.bench import engine, layer
+from ray_moe.bench import engine, layer, payload
 from ray_moe.bench.report import Row, show, write
 
-BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
-    "engine": ("Tokens per second, 4 peers, beside transformers eager in one process", engine.run),
-    "layer": ("One MoE layer and the step agreement, 4 processes, over each group", layer.run),
+# name -> (title, what gives the rows, what of them people are shown).
+BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row]], Sequence[Row]]]] = {
+    "engine": ("Tokens per second, 4 peers, beside transformers eager in one process", engine.run, lambda rows: rows),
+    "layer": ("The step agreement, and one MoE layer in every way, 4 processes", layer.run, layer.table),
+    "payload": ("Dispatch formats on the embedded model's rows: bytes and errors", payload.run, lambda rows: rows),
 }
 
 
@@ -21,9 +23,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder for the JSON documents")
     given = parser.parse_args()
     for name in given.names or BENCHMARKS:
-        title, run = BENCHMARKS[name]
+        title, run, shown = BENCHMARKS[name]
         rows = run()
-        show(title, rows)
+        show(title, shown(rows))
         write(given.out / f"cpu_{name}.json", rows)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 Row = Mapping[str, Any]
+_PAPER = 240  # columns, where no terminal sets them
 _PACKAGES = ("torch", "ray", "transformers")
 
 
@@ -43,7 +44,8 @@ def show(title: str, rows: Sequence[Row]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(_cell(row.get(name, "")) for name in columns))
-    Console().print(table)
+    console = Console()
+    Console(width=None if console.is_terminal else _PAPER).print(table)
 
 
 def _cell(value: Any) -> str:

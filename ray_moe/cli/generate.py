@@ -23,6 +23,7 @@ from ray_moe.cli.options import (
     Peers,
     Replicas,
     Revision,
+    Settings,
     SpareSlots,
     TrustRemoteCode,
     cluster_config,
@@ -56,6 +57,7 @@ def generate(
     peers: Peers = None,
     spare_slots: SpareSlots = None,
     replicas: Replicas = None,
+    settings: Settings = None,
     config: ConfigFile = None,
     name: Name = None,
     dtype: Dtype = None,
@@ -71,6 +73,7 @@ def generate(
     wanted = (
         cluster_config(
             config,
+            settings,
             model=model,
             name=name,
             dtype=dtype,

@@ -33,6 +33,7 @@ from ray_moe.cli.options import (
     Peers,
     Replicas,
     Revision,
+    Settings,
     SpareSlots,
     TrustRemoteCode,
     cluster_config,
@@ -53,6 +54,7 @@ def up(
     peers: Peers = None,
     spare_slots: SpareSlots = None,
     replicas: Replicas = None,
+    settings: Settings = None,
     config: ConfigFile = None,
     name: Name = None,
     host: Annotated[str | None, typer.Option("--host", help="HTTP host (default: 127.0.0.1).")] = None,
@@ -72,6 +74,7 @@ def up(
     """
     wanted = cluster_config(
         config,
+        settings,
         model=model,
         peers=peers,
         spare_slots=spare_slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,19 +48,43 @@ TrustRemoteCode = Annotated[
     bool | None, typer.Option("--trust-remote-code", help="Run modelling code that the model brings along.")
 ]
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Any field of a cluster configuration, for example transport=hierarchical; may be given again.",
+    ),
+]
 
-def cluster_config(file: Path | None, **options: Any) -> ClusterConfig:
-    """The configuration file, if any, with the options that were given over it. Raises `ConfigError`.
+
+def cluster_config(file: Path | None, settings: list[str] | None = None, **options: Any) -> ClusterConfig:
+    """The configuration file, if any, with the settings and then the options that were given over it. `ConfigError`.
 
     A model folder becomes its full path, since actors run elsewhere.
     """
     from ray_moe.config import ClusterConfig, load_config
 
-    given = {key: value for key, value in options.items() if value is not None}
+    given = parse_settings(settings or ()) | {key: value for key, value in options.items() if value is not None}
     if file is None and "model" not in given:
         raise ConfigError("model: required, but not given (--model, or a --config file that names it)")
     config = load_config(file, given) if file is not None else ClusterConfig.parse(given)
     return config.model_copy(update={"model": resolved_model(config.model)})
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """FIELD=VALUE, the value as in a configuration file. `ConfigError` for text without a field, or one given twice."""
+    from ray_moe.manifest import read_yaml
+
+    found: dict[str, Any] = {}
+    for text in settings:
+        field, given, value = text.partition("=")
+        if not given or not field.strip():
+            raise ConfigError(f"--set takes FIELD=VALUE, for example transport=hierarchical; found {text!r}")
+        if field.strip() in found:
+            raise ConfigError(f"--set gives {field.strip()} twice")
+        found[field.strip()] = read_yaml(value, f"--set {field.strip()}")
+    return found
 
 
 def resolved_model(model: str) -> str:

@@ -7,7 +7,7 @@ every peer derives from the same agreed numbers. Letters: T tokens, K top-k, P p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +25,20 @@ from ray_moe.dataplane.graphs import (
 )
 from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.dataplane.paths import Path
-from ray_moe.dataplane.phases import Buckets, Decision, ExecutableKey, ExecutableScope, Phase, Replay
+from ray_moe.dataplane.phases import (
+    Buckets,
+    Decision,
+    ExecutableKey,
+    ExecutableScope,
+    Fallback,
+    FallbackReason,
+    Phase,
+    Replay,
+)
 from ray_moe.dataplane.plan import Layout, SlotMap
 from ray_moe.dataplane.runners import MaskedDecode
 from ray_moe.dataplane.strategies import strategy_named
+from ray_moe.errors import ConfigError
 from ray_moe.routes import Routes
 
 
@@ -41,12 +51,20 @@ class DecodeBucket:
 
 
 class Executables:
-    """Every executable of one peer. They hold no placement and outlive generations: a move builds none anew."""
+    """Every executable of one peer. They hold no placement and outlive generations: a move builds none anew.
+
+    A generation with another number of slots has executables of its own. Raises `ConfigError` for two buckets with the
+    same token slots: executables are named by them.
+    """
 
     def __init__(self, buckets: Sequence[DecodeBucket], device: torch.device) -> None:
+        tokens = [bucket.rank_tokens for bucket in buckets]
+        if len(set(tokens)) < len(tokens):
+            raise ConfigError(f"every decode bucket has its own rank_tokens, found {', '.join(map(str, tokens))}")
         self.buckets, self.counters = tuple(buckets), HostCounters()
         self._device = device
         self._built: dict[tuple[int, ExecutableShape], Executable[Path]] = {}
+        self._active: dict[int, list[Executable[Path]]] = {}  # by layer
 
     def get(self, layer: int, shape: ExecutableShape) -> Executable[Path]:
         """The layer's executable of this shape, built when it is first asked for."""
@@ -55,11 +73,26 @@ class Executables:
             self._built[key] = Executable(shape, self._device, self.counters)
         return self._built[key]
 
+    def activate(self, layer: int, bindings: Collection[Binding[Path]]) -> None:
+        """Put one generation's bindings into the layer's cells, at a step boundary.
+
+        The cells that the last generation had and this one does not are empty then, so that the last one can be freed.
+        """
+        past, self._active[layer] = self._active.get(layer, []), [binding.executable for binding in bindings]
+        for executable in past:
+            if executable not in self._active[layer]:
+                executable.deactivate()
+        for binding in bindings:
+            binding.executable.activate(binding)
+
 
 class CapturedDecode:
     """One layer's bindings of one generation."""
 
-    def __init__(self, scope: ExecutableScope, bindings: Mapping[str, Binding[Path]]) -> None:
+    def __init__(
+        self, executables: Executables, layer: int, scope: ExecutableScope, bindings: Mapping[str, Binding[Path]]
+    ) -> None:
+        self._executables, self._layer = executables, layer
         self._scope, self._bindings = scope, bindings
         self._buckets = Buckets(tuple(binding.manifest for binding in bindings.values()))
 
@@ -109,17 +142,16 @@ class CapturedDecode:
             path = Path(
                 PaddedAllToAll(transport.group, pair_rows),
                 runner,
-                strategy_named("bulk"),
+                strategy_named("shared_path"),  # bulk, where there is no shared expert
                 slot_capacity=bucket.slot_rows,
             )
             binding = executables.get(slots.layer, shape).bind(header.generation, key, path)
             bindings[binding.manifest.executable_id] = binding
-        return CapturedDecode(scope, bindings)
+        return CapturedDecode(executables, slots.layer, scope, bindings)
 
     def activate(self) -> None:
         """Put this generation into the executables' cells, at a step boundary."""
-        for binding in self._bindings.values():
-            binding.executable.activate(binding)
+        self._executables.activate(self._layer, self._bindings.values())
 
     def free(self) -> None:
         """Give the generation's tables up. Raises `BindingError` while one is in use."""
@@ -129,8 +161,10 @@ class CapturedDecode:
     def admit(self, phase: Phase, layouts: Sequence[Layout], top_k: int) -> Decision:
         """Replay or fallback, the same on every peer. Raises `RoutesError` for counts that no unit can have.
 
-        A unit in several batches is not what an executable was built for: it must come as one.
+        A unit in several batches falls back: an executable is built for one plan and one sum.
         """
+        if len(layouts) > 1:
+            return Fallback(FallbackReason.KEY_MISMATCH)
         layout = layouts[0]
         return self._buckets.choose(
             phase,

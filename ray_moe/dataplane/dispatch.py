@@ -70,6 +70,7 @@ class Dispatcher:
         self._staging = staging if staging is not None else StagingPool()
         self._handle: DispatchHandle | None = None
         self._exchange: Exchange | None = None
+        self._gates: Exchange | None = None
         self._gates_R1: Tensor | None = None
         self._codec: PayloadCodec | None = None
 
@@ -107,7 +108,7 @@ class Dispatcher:
         self._handle, self.stage = handle, following
         self._exchange = self.transport.dispatch(send_nW, handle.counts_PP)
         if self.header.abi.gate_location == "expert":
-            self._gates_R1 = self._send_gates(handle)
+            self._gates = self._send_gates(handle)
 
     def dispatch_b(self) -> ExpertRows:
         """Wait for this peer's rows and repack them expert-major, in the type of the dispatcher's mode.
@@ -122,6 +123,9 @@ class Dispatcher:
                 f"{handle.expert_offsets_S1[-1]} were agreed"
             )
         exchange.complete()
+        if self._gates is not None:
+            self._gates_R1 = to_experts(self._gates.payload(), handle)
+            self._gates.complete()
         done = handle.completion
         done.complete(Event.DISPATCH_COMPLETE)
         done.hold(RECEIVE, arrived_RW.nbytes, Event.EXPERT_INPUT_READY)
@@ -171,7 +175,7 @@ class Dispatcher:
         done.hold(RETURNED, returned_nD.nbytes, Event.OUTPUT_READY)
         handle.lifetime.advance("complete_combine")
         self.stage = following
-        self._handle = self._exchange = self._gates_R1 = None
+        self._handle = self._exchange = self._gates = self._gates_R1 = None
         return returned_nD
 
     # ---- both halves at once ----
@@ -193,7 +197,7 @@ class Dispatcher:
     def reset(self) -> None:
         """Free the seat of a handle that was abandoned."""
         self.stage = self._following("reset")
-        self._handle = self._exchange = self._gates_R1 = None
+        self._handle = self._exchange = self._gates = self._gates_R1 = None
 
     # ---- details ----
 
@@ -202,11 +206,10 @@ class Dispatcher:
             self._codec = codec_named(self.header.abi.payload_format, width, self.header.abi.payload)
         return self._codec
 
-    def _send_gates(self, handle: DispatchHandle) -> Tensor:
-        """The gates of this peer's rows, along the rows' own path. In fp32: routers differ in dtype, a wire may not."""
+    def _send_gates(self, handle: DispatchHandle) -> Exchange:
+        """Submit the rows' gates, along the rows' own path. In fp32: routers differ in dtype, a wire may not."""
         gates_N1 = handle.gates_TK.reshape(-1, 1).to(torch.float32)
-        arrived = self.transport.dispatch(permute(gates_N1, handle.order_N), handle.counts_PP)
-        return to_experts(arrived.payload(), handle)
+        return self.transport.dispatch(permute(gates_N1, handle.order_N), handle.counts_PP)
 
     def _laid_out(self, rows_RD: Tensor, handle: DispatchHandle) -> ExpertRows:
         offsets_S1 = handle.expert_offsets_S1

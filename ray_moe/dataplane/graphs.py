@@ -209,6 +209,10 @@ class Executable(Generic[TableT]):
         self._active = binding
         self._validity = None  # it was written under the other table
 
+    def deactivate(self) -> None:
+        """Empty the cell, at a step boundary: nothing launches before the next `activate`."""
+        self._active = self._validity = None
+
     @property
     def buffers_ready(self) -> bool:
         """Whether every buffer is where it was when the executable was built."""

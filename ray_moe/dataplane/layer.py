@@ -11,7 +11,7 @@ Letters: T tokens, K top-k, R received rows, D hidden, S physical slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,6 +48,17 @@ class LayerCounters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     peak_live_bytes: int = 0
     fan_out: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def total(layers: Iterable[LayerCounters]) -> LayerCounters:
+        """All layers together; the largest of the peaks, since a peer runs one layer at a time."""
+        total = LayerCounters()
+        for layer in layers:
+            for name, value in vars(layer).items():
+                if name != "peak_live_bytes":
+                    setattr(total, name, getattr(total, name) + value)
+            total.peak_live_bytes = max(total.peak_live_bytes, layer.peak_live_bytes)
+        return total
 
 
 @dataclass(frozen=True)

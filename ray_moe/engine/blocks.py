@@ -33,7 +33,8 @@ class BlockFacts:
 def probe_blocks(trunk: Trunk) -> dict[int, BlockFacts]:
     """Run each block on a few rows with experts that return them unchanged; bindings are as before afterwards.
 
-    Peers without tokens must answer in the gates' dtype, and that is the router's own affair: so it is measured.
+    Peers without tokens must answer in the gates' dtype, and that is the router's own affair: so it is measured. Shared
+    experts that `overlap_shared` took for an earlier engine are their blocks' own again.
     """
     return {layer: _probe(trunk, experts) for layer, experts in trunk.experts.items()}
 
@@ -41,13 +42,19 @@ def probe_blocks(trunk: Trunk) -> dict[int, BlockFacts]:
 def overlap_shared(trunk: Trunk, blocks: Mapping[int, BlockFacts]) -> dict[int, SharedPath]:
     """A `SharedPath` for every block that has a shared expert, shown to give the block's own output bit for bit.
 
-    Raises `ConfigError` for a model without shared experts, `UnsupportedModelError` when a block reads its shared
-    expert's output before its routed experts have run.
+    An earlier engine's paths over the same trunk end. Raises `ConfigError` for a model without shared experts,
+    `UnsupportedModelError` when a block reads its shared expert's output before its routed experts have run: no block
+    is changed then.
     """
     with_shared = {layer: facts.shared for layer, facts in blocks.items() if facts.shared is not None}
     if not with_shared:
         raise ConfigError("strategy shared_path needs a model with shared experts; this one has none")
-    return {layer: _overlapped(trunk, trunk.experts[layer], shared) for layer, shared in with_shared.items()}
+    try:
+        return {layer: _overlapped(trunk, trunk.experts[layer], shared) for layer, shared in with_shared.items()}
+    except BaseException:
+        for shared in with_shared.values():
+            SharedPath.give_back(shared)
+        raise
 
 
 def _probe(trunk: Trunk, experts: nn.Module) -> BlockFacts:
@@ -57,16 +64,20 @@ def _probe(trunk: Trunk, experts: nn.Module) -> BlockFacts:
         gates.append(weights_TK.dtype)
         return hidden_TD
 
-    _run_block(trunk, experts, record)
     block = _block(trunk, experts)
-    shared = next((getattr(block, name) for name in _SHARED_NAMES if hasattr(block, name)), None)
-    return BlockFacts(gates[0], shared if isinstance(shared, nn.Module) else None)
+    named = (getattr(block, name, None) for name in _SHARED_NAMES)
+    shared = next((module for module in named if isinstance(module, nn.Module)), None)
+    if shared is not None:
+        SharedPath.give_back(shared)
+    _run_block(trunk, experts, record)
+    return BlockFacts(gates[0], shared)
 
 
 def _overlapped(trunk: Trunk, experts: nn.Module, shared: nn.Module) -> SharedPath:
     def routed(hidden_TD: Tensor, _ids: Tensor, _weights: Tensor) -> Tensor:
         return hidden_TD * 0.5
 
+    SharedPath.give_back(shared)
     expected = _run_block(trunk, experts, routed)
     path = SharedPath(shared)
 
@@ -118,6 +129,13 @@ class SharedPath:
         self._computed: tuple[Tensor, Tensor] | None = None  # (input, output), until the block asks
         shared.forward = self._called
 
+    @staticmethod
+    def give_back(shared: nn.Module) -> None:
+        """Undo what the last path did to `shared`, if one has it: paths never take one another's place in turn."""
+        owner = getattr(shared.forward, "__self__", None)
+        if isinstance(owner, SharedPath):
+            shared.forward = owner._compute
+
     def begin(self, hidden_TD: Tensor) -> None:
         """The routed experts of these rows are about to run."""
         self._hidden_TD = hidden_TD
@@ -133,10 +151,9 @@ class SharedPath:
         self._hidden_TD = None
 
     def end(self) -> None:
-        """The routed experts are done: a promise that was not kept on the way is kept now."""
-        if self._promised is not None:
+        """The routed experts are done: what their path had no place for on the way is computed now."""
+        if self._hidden_TD is not None:
             self.run()
-        self._hidden_TD = None
 
     def _called(self, hidden: Tensor) -> Tensor:
         """What the block calls as its shared expert."""

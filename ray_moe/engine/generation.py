@@ -99,16 +99,11 @@ def build_view(
             f"generation {snapshot.generation} is for epoch {snapshot.group.epoch} of "
             f"{snapshot.group.process_group_id}, this peer runs epoch {group.epoch} of {group.process_group_id}"
         )
+    # Of all layers before any executable is bound: the generation may be tried again.
+    _require_resident(snapshot, rank, pool)
     layers: dict[int, ExpertLayer] = {}
     policy = policy_named(backend.policy)
     for placement in snapshot.layers:
-        for slot in placement.slots_of(rank):
-            resident = pool.digest(placement.layer, slot.pool_slot)
-            if resident != slot.parameter_digest:
-                raise StaleHandleError(
-                    f"generation {snapshot.generation} layer {placement.layer} slot {slot.physical_slot_id}: "
-                    f"resident parameters are {resident}, the placement was verified with {slot.parameter_digest}"
-                )
         slots = SlotMap.compile(snapshot, placement, rank, torch.device(pool.device))
         slab = pool.slab(placement.layer)
         layers[placement.layer] = ExpertLayer(
@@ -129,6 +124,17 @@ def build_view(
             captured=_captured(backend, header, slots, trunk),
         )
     return GenerationView(lease=lease, header=header, layers=layers, policy=policy)
+
+
+def _require_resident(snapshot: PlacementSnapshot, rank: GlobalRank, pool: SlotPool) -> None:
+    for placement in snapshot.layers:
+        for slot in placement.slots_of(rank):
+            resident = pool.digest(placement.layer, slot.pool_slot)
+            if resident != slot.parameter_digest:
+                raise StaleHandleError(
+                    f"generation {snapshot.generation} layer {placement.layer} slot {slot.physical_slot_id}: "
+                    f"resident parameters are {resident}, the placement was verified with {slot.parameter_digest}"
+                )
 
 
 def _captured(backend: Backend, header: HandleHeader, slots: SlotMap, trunk: Trunk) -> CapturedDecode | None:

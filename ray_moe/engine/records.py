@@ -79,7 +79,12 @@ class Load:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What one peer says about itself; counters are exact totals since it started."""
+    """What one peer says about itself; counters are exact totals since it started.
+
+    Bytes are those that the groups counted. Decode units were replayed, or fell back for the reasons given.
+    `peak_live_bytes` is the most that one layer's invocation held. `fan_out` sums the tokens of audited invocations,
+    and the ranks and nodes that they reached.
+    """
 
     rank: int
     state: str
@@ -100,6 +105,12 @@ class EngineStatus:
     rows_sent: int
     rows_received: int
     audited: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    replays: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    peak_live_bytes: int = 0
+    fan_out: dict[str, int] = field(default_factory=dict)
     resident_slots: dict[int, int] = field(default_factory=dict)
     trunk_has_experts: bool = False
 

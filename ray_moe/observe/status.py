@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +32,7 @@ def render_status(status: Mapping[str, Any]) -> RenderableType:
     return Group(
         _headline(status),
         peers_table(status["peers"], status["lost"]),
+        exchange_table(status["peers"]),
         slots_table(status["slots"], status["lost"]),
         generations_table(status["generations"]),
     )
@@ -40,8 +42,14 @@ def _headline(status: Mapping[str, Any]) -> Text:
     line = Text.assemble((status["name"], "bold"), " is ", _state(status["state"]), f"  {status['model']}")
     line.append(f"\nrelease {status['release_id']}, generation {status['generation']}, epoch {status['epoch']}, ")
     line.append(
-        f"{status['group']} + {status['transport']} + {status['runner']}, replicas by {status['policy']}", style="dim"
+        f"replicas by {status['policy']}, payload {status['payload']}, gate at {status['gate_location']}", "dim"
     )
+    if status["contract"]:
+        line.append(f", contract {status['contract']}", "dim")
+    prefill, decode = status["backends"]["prefill"], status["backends"]["decode"]
+    phases = {"prefill and decode": prefill} if prefill == decode else {"prefill": prefill, "decode": decode}
+    for phase, backend in phases.items():
+        line.append(f"\n{phase}: {backend}", "dim")
     return line
 
 
@@ -50,8 +58,7 @@ def peers_table(peers: Iterable[Mapping[str, Any]], lost: Iterable[int]) -> Tabl
     table = _table("peers")
     for heading in ("rank", "state", "generation", "running", "waiting", "tokens out", "KV blocks"):
         table.add_column(heading, justify="left" if heading == "state" else "right")
-    for heading in ("steps", "rows local", "rows sent", "rows received"):
-        table.add_column(heading, justify="right")
+    table.add_column("steps", justify="right")
     rows: dict[int, tuple[RenderableType, ...]] = {rank: (str(rank), Text("lost", "bold red")) for rank in lost}
     for peer in peers:
         state = _state(peer["state"])
@@ -66,12 +73,37 @@ def peers_table(peers: Iterable[Mapping[str, Any]], lost: Iterable[int]) -> Tabl
             str(peer["tokens_emitted"]),
             f"{peer['kv_blocks_used']}/{peer['kv_blocks_total']}",
             f"{peer['steps_worked']}/{peer['steps_agreed']}",
-            str(peer["rows_local"]),
-            str(peer["rows_sent"]),
-            str(peer["rows_received"]),
         )
     for _, row in sorted(rows.items()):
         table.add_row(*row)
+    return table
+
+
+def exchange_table(peers: Iterable[Mapping[str, Any]]) -> Table:
+    """What crossed between peers: rows by whether they left their peer, bytes as the groups counted them; what became
+    of decode units; and, of audited tokens, how many ranks and nodes one of them reaches."""
+    table = _table("exchange")
+    for heading in ("rank", "rows local", "rows sent", "rows received", "bytes sent", "bytes received"):
+        table.add_column(heading, justify="right")
+    table.add_column("live, most", justify="right")
+    table.add_column("decode replayed", justify="right")
+    table.add_column("fell back")
+    table.add_column("ranks, nodes a token", justify="right")
+    for peer in peers:
+        tokens = peer["fan_out"].get("tokens", 0)
+        reached = ", ".join(f"{peer['fan_out'][what] / tokens:.2f}" for what in ("ranks", "nodes")) if tokens else ""
+        table.add_row(
+            str(peer["rank"]),
+            str(peer["rows_local"]),
+            str(peer["rows_sent"]),
+            str(peer["rows_received"]),
+            decimal(peer["bytes_sent"]),
+            decimal(peer["bytes_received"]),
+            decimal(peer["peak_live_bytes"]),
+            str(peer["replays"]),
+            ", ".join(f"{reason} {count}" for reason, count in sorted(peer["fallbacks"].items())),
+            reached,
+        )
     return table
 
 

@@ -14,7 +14,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +24,9 @@ import torch
 import transformers
 
 from ray_moe.actors.controller import ClusterStatus, ControllerActor
+from ray_moe.comm.join import TRANSPORTS
 from ray_moe.config import ClusterConfig
+from ray_moe.dataplane.runners import RUNNERS
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client
@@ -60,10 +62,16 @@ class Cell:
     runner: str = "grouped"
     kv_blocks: int = 512
     group: str = "tcp"
+    strategy: str = "bulk"
+    chunks: int = 1
+    gate_location: str = "origin"
+    decode_buckets: str = ""
 
     def __str__(self) -> str:
         usual = Cell(self.model, self.peers, self.replicas)
-        changes = [str(value) for name, value in asdict(self).items() if value != getattr(usual, name)]
+        changes = [
+            str(value).replace(",", ".") for name, value in asdict(self).items() if value != getattr(usual, name)
+        ]
         return "-".join([self.model, f"{self.peers}p", *(["replicas"] if self.replicas else []), *changes])
 
     def config(self, folder: Path) -> ClusterConfig:
@@ -74,6 +82,12 @@ class Cell:
             replicas=f"*:0=2,*:5={min(3, self.peers)}" if self.replicas else "",
             transport=self.transport,
             runner=self.runner,
+            transport_chunks=self.chunks,
+            node_labels=("a", "b", "a", "b")[: self.peers] if self.transport == "hierarchical" else (),
+            strategy=self.strategy,
+            strategy_parts=3,
+            gate_location=self.gate_location,
+            decode_buckets=self.decode_buckets,
             kv_blocks=self.kv_blocks,
             group=self.group,
             audit_rate=1 / 16,
@@ -88,12 +102,19 @@ USUAL_CELLS = tuple(
     for replicas in (False, True)
     if not (replicas and peers == 1)
 )
+# Each alone differs from the usual way: what carries rows, what computes them, in which order, and the fixed shapes.
+WITH_SHARED_EXPERTS = ("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 OTHER_CELLS = tuple(
     cell
     for model in MODELS
     for cell in (
-        Cell(model, 4, True, transport="all_gather_filter"),
-        Cell(model, 4, True, runner="capacity_padded"),
+        *(Cell(model, 4, True, transport) for transport in TRANSPORTS if transport != "all_to_all_v"),
+        Cell(model, 4, True, "hierarchical", chunks=2),
+        *(Cell(model, 4, True, runner=runner) for runner in RUNNERS if runner != "grouped"),
+        *(Cell(model, 4, True, strategy=name) for name in ("chunk_pipeline", "microbatch_pipeline")),
+        *(Cell(model, 4, True, strategy="shared_path") for _ in range(model in WITH_SHARED_EXPERTS)),
+        Cell(model, 4, True, gate_location="expert"),
+        Cell(model, 4, True, decode_buckets="1x3,3x12"),
         Cell(model, 2, False, kv_blocks=SCARCE_BLOCKS),
         Cell(model, 4, True, group="gloo"),
     )
@@ -113,6 +134,10 @@ class Row:
     runner: str
     kv_blocks: int
     group: str
+    strategy: str
+    chunks: int
+    gate_location: str
+    decode_buckets: str
     requests: int
     tokens: int
     token_exact: bool
@@ -122,12 +147,13 @@ class Row:
     rows_local: tuple[int, ...]
     rows_sent: tuple[int, ...]
     preemptions: int
+    replays: int
+    fallbacks: int
     seconds: float
 
     @property
     def key(self) -> tuple[object, ...]:
-        cell = (self.model, self.peers, self.replicas, self.transport, self.runner, self.kv_blocks, self.group)
-        return (*cell, self.load)
+        return (*(getattr(self, item.name) for item in fields(Cell)), self.load)
 
 
 def keys(cells: Iterable[Cell]) -> list[tuple[object, ...]]:
@@ -203,6 +229,8 @@ class Lab:
             rows_local=rows_local,
             rows_sent=rows_sent,
             preemptions=preempted,
+            replays=sum(new.replays - old.replays for new, old in peers),
+            fallbacks=sum(sum(new.fallbacks.values()) - sum(old.fallbacks.values()) for new, old in peers),
             seconds=round(seconds, 2),
         )
 

@@ -55,6 +55,22 @@ def test_fewer_peers_give_the_reference_tokens_too(lab: Lab, peers: int) -> None
     lab.run(Cell(TINY_MOE, peers, replicas=peers > 1), loads=["concurrent"])
 
 
+# One cell for everything that a configuration can select; every family meets each of them in the full matrix.
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("qwen2_moe", 4, True, "hierarchical", "block_sparse", strategy="shared_path"),
+        Cell("deepseek_v3", 4, True, "padded_all_to_all", "masked_decode", strategy="chunk_pipeline"),
+        Cell("mixtral", 4, True, "all_gather_filter", strategy="microbatch_pipeline", gate_location="expert", chunks=2),
+        Cell(TINY_MOE, 4, True, decode_buckets="1x3,3x12"),
+    ],
+    ids=str,
+)
+def test_every_choice_of_the_configuration_gives_the_reference_tokens(lab: Lab, cell: Cell) -> None:
+    rows = lab.run(cell, loads=["concurrent"])
+    assert all((row.replays > 0) == bool(cell.decode_buckets) for row in rows)
+
+
 # Each starts processes of its own, which is most of its time: in CI the largest alone.
 @pytest.mark.parametrize("peers", [*(pytest.param(peers, marks=pytest.mark.full) for peers in (1, 2, 3)), 4])
 def test_a_started_cluster_gives_the_reference_tokens(lab: Lab, peers: int) -> None:
@@ -97,6 +113,9 @@ def test_the_reference_tokens_tell_experts_apart(lab: Lab, model: str) -> None:
 def test_every_cell_gives_the_reference_tokens(lab: Lab, cell: Cell) -> None:
     rows = lab.run(cell)
     assert (sum(row.preemptions for row in rows) > 0) == (cell.kv_blocks == SCARCE_BLOCKS)
+    # With buckets, prompts one after another always fit, and several at once now and then do not.
+    assert all((row.replays > 0) == bool(cell.decode_buckets) for row in rows)
+    assert (sum(row.fallbacks for row in rows) > 0) == bool(cell.decode_buckets)
 
 
 def test_near_ties_are_at_most_one_in_ten_thousand_tokens(lab: Lab) -> None:

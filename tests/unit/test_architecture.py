@@ -99,7 +99,7 @@ ALLOWED_WAITS: dict[str, str] = {
     # The product's own Ticket: its result() waits in deadline.wait_work under the group's deadline.
     "comm.gloo: self._group.wait": "GlooGroup.wait is where the ticket does so",
     "comm.gloo: self._gather(self._open(self._payload), line).result": "the count exchange's ticket",
-    "bench.layer: group.gather(record).result": "the same ticket, timed",
+    "bench.layer: transport.group.gather(record).result": "the same ticket, timed",
     "engine.loop: self._offer(plan).result": "the step agreement's ticket",
     "engine.loop: ticket.result": "the step agreement's ticket",
     "engine.loop: self._ticket.result": "the step agreement's ticket, inside the loop's own wrapper",

@@ -287,6 +287,36 @@ def test_a_process_that_only_inherited_the_pid_is_left_alone(session: Record) ->
     assert session_of(session.head) == members
 
 
+# ---- settings ----
+
+
+def test_any_field_of_the_configuration_can_be_set_and_options_go_before_it() -> None:
+    settings = ["transport=hierarchical", "node_labels=[a, b]", "decode_buckets=4x8", "peers=3"]
+    config = cluster_config(None, settings, model="tiny-moe", peers=2)
+    assert (config.transport, config.node_labels, config.peers) == ("hierarchical", ("a", "b"), 2)
+    assert [(bucket.rank_tokens, bucket.slot_rows) for bucket in config.decode_buckets] == [(4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["transport"], "--set takes FIELD=VALUE, for example transport=hierarchical; found 'transport'"),
+        (["=1"], "found '=1'"),
+        (["peers=1", "peers=2"], "--set gives peers twice"),
+        (["transprt=hierarchical"], "transprt"),
+        (["transport=pigeon"], "transport"),
+        (["node_labels=[a]"], "node_labels must name the node of each of 4 peers, found 1"),
+        (["decode_buckets=4"], "decode_buckets: .* is not RANK_TOKENSxSLOT_ROWS"),
+        (["contract=dropless", "runner=grouped"], "contract 'dropless' sets runner to 'block_sparse', found 'grouped'"),
+        (["contract=steam"], "contract"),
+        (["peers={"], "--set peers: not valid YAML"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_naming_it(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cluster_config(None, settings, model="tiny-moe")
+
+
 # ---- status ----
 
 STATUS = ClusterStatus(
@@ -299,6 +329,11 @@ STATUS = ClusterStatus(
     group="tcp",
     transport="all_to_all_v",
     runner="grouped",
+    strategy="bulk",
+    payload="fp8_row",
+    gate_location="origin",
+    contract="low_latency",
+    backends={"prefill": "tcp+all_to_all_v+grouped+bulk", "decode": "tcp+padded_all_to_all+masked_decode[8x32]"},
     policy="token_hash",
     peers=(
         EngineStatus(
@@ -321,6 +356,12 @@ STATUS = ClusterStatus(
             rows_sent=1002,
             rows_received=1003,
             audited=1,
+            bytes_sent=4_008,
+            bytes_received=4_012_000,
+            replays=30,
+            fallbacks={"rank_token_capacity_exceeded": 2, "expert_route_capacity_exceeded": 1},
+            peak_live_bytes=904,
+            fan_out={"tokens": 8, "ranks": 14, "nodes": 10},
             resident_slots={1: 4, 0: 3},
         ),
     ),
@@ -351,8 +392,18 @@ def test_status_shows_peers_requests_slots_replicas_generations_and_holders() ->
     lines = _drawn(status_document(STATUS)).splitlines()
     rows = [_cells(line) for line in lines if line.startswith("│")]
     assert lines[0].split() == ["mine", "is", "degraded", "/models/some"]
-    assert rows[0] == ["0", "serving", "2", "7", "4", "99", "12/512", "31/40", "1001", "1002", "1003"]
+    assert lines[1:4] == [
+        "release mine-0123456789ab, generation 2, epoch 0, replicas by token_hash, payload fp8_row, gate at origin, "
+        "contract low_latency",
+        "prefill: tcp+all_to_all_v+grouped+bulk",
+        "decode: tcp+padded_all_to_all+masked_decode[8x32]",
+    ]
+    assert rows[0] == ["0", "serving", "2", "7", "4", "99", "12/512", "31/40"]
     assert rows[1][:2] == ["1", "lost"]
+    exchange, rest = rows[2], rows[3:]
+    assert exchange[:8] == ["0", "1001", "1002", "1003", "4.0 kB", "4.0 MB", "904 bytes", "30"]
+    assert exchange[8:] == ["expert_route_capacity_exceeded 1, rank_token_capacity_exceeded 2", "1.75, 1.25"]
+    rows = [*rows[:2], *rest]
     assert rows[2] == ["0", "0-2 3x2 5", "3x2 4", "1"]
     assert rows[3] == ["1", "placement-v1", "DRAINING", "1", "rank-1", "41"]
     assert rows[4] == ["2", "placement-v2", "ACTIVE", "2", "rank-0, rank-1", ""]

@@ -1,0 +1,99 @@
+"""What a cluster configuration can select beyond single fields: contracts, decode buckets, nodes by label."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_moe.actors.bringup import backend_of, handle_abi, phase_backends, topology_of
+from ray_moe.comm.join import TRANSPORTS, transport_named
+from ray_moe.comm.solo import SoloGroup
+from ray_moe.config import CONTRACTS, BucketRequest, ClusterConfig
+from ray_moe.dataplane.runners import RUNNERS
+from ray_moe.dataplane.strategies import STRATEGIES
+from ray_moe.errors import ConfigError
+from ray_moe.identity import GlobalRank
+from tests.layers import ONE_PEER
+
+# The five eras of specification 0x00A, and what each contract here is made of.
+ERAS = {
+    "sparse_conditional": "tcp+all_gather_filter+grouped+bulk",
+    "expert_parallel": "tcp+all_to_all_v+capacity_padded+bulk",
+    "static_capacity": "tcp+padded_all_to_all+capacity_padded+bulk",
+    "dropless": "tcp+all_to_all_v+block_sparse+bulk",
+    "low_latency": "tcp+all_to_all_v+grouped+bulk",
+}
+
+
+def config(**values: object) -> ClusterConfig:
+    return ClusterConfig.parse({"model": "tiny-moe", **values})
+
+
+@pytest.mark.parametrize("contract", ERAS)
+def test_a_historical_contract_is_a_transport_and_a_runner_by_name(contract: str) -> None:
+    chosen = config(contract=contract)
+    backends = dict(phase_backends(chosen))
+    assert backends["prefill"] == ERAS[contract]
+    decode = "tcp+padded_all_to_all+masked_decode[8x32,32x128], else "
+    assert backends["decode"] == (decode if contract == "low_latency" else "") + ERAS[contract]
+    # Only the last is phase-specific: decode has executables of its own.
+    buckets = backend_of(chosen, transport_named("all_to_all_v", SoloGroup(ONE_PEER, GlobalRank(0))), {}).executables
+    assert (buckets is not None) == (contract == "low_latency")
+
+
+def test_there_are_the_five_contracts_of_the_specification_and_no_more() -> None:
+    assert tuple(ERAS) == tuple(CONTRACTS)
+    with pytest.raises(ConfigError, match="contract: found 'steam'"):
+        config(contract="steam")
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_contract_comes_back_from_yaml_and_contradicts_no_field_that_agrees_with_it(contract: str) -> None:
+    chosen = config(contract=contract)
+    assert ClusterConfig.from_yaml(chosen.to_yaml()) == chosen
+    assert config(contract=contract, **CONTRACTS[contract]) == chosen
+
+
+def test_a_field_that_a_contract_sets_otherwise_is_refused_naming_both() -> None:
+    with pytest.raises(ConfigError, match="contract 'dropless' sets runner to 'block_sparse', found 'grouped'"):
+        config(contract="dropless", runner="grouped")
+
+
+def test_buckets_are_written_as_text_or_as_a_list() -> None:
+    wanted = (BucketRequest(rank_tokens=4, slot_rows=8), BucketRequest(rank_tokens=16, slot_rows=32))
+    assert config(decode_buckets="4x8, 16x32").decode_buckets == wanted
+    assert config(decode_buckets=[bucket.model_dump() for bucket in wanted]).decode_buckets == wanted
+    assert config(decode_buckets="").decode_buckets == ()
+
+
+@pytest.mark.parametrize("text", ["4", "4:8", "x8", "0x8", "4x0", "4x8x2", 4])
+def test_a_bucket_that_cannot_be_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match="decode_buckets"):
+        config(decode_buckets=text)
+
+
+def test_nodes_are_rays_own_or_the_labels_that_a_configuration_gives() -> None:
+    ranks = tuple(GlobalRank(rank) for rank in range(4))
+    real = topology_of(ranks, ["b2", "a1", "b2", "a1"])
+    assert {domain.domain_id: [rank.value for rank in domain.member_ranks] for domain in real.domains} == {
+        "node-0": [0, 2],
+        "node-1": [1, 3],
+    }
+    labelled = topology_of(ranks, ["b2"] * 4, config(node_labels=["left", "right", "right", "left"]).node_labels)
+    assert {domain.domain_id: [rank.value for rank in domain.member_ranks] for domain in labelled.domains} == {
+        "left": [0, 3],
+        "right": [1, 2],
+    }
+    with pytest.raises(ConfigError, match="node_labels must name the node of each of 4 peers, found 2"):
+        config(node_labels=["a", "b"])
+
+
+def test_every_transport_runner_and_strategy_of_the_product_can_be_selected_and_shows_in_the_backends() -> None:
+    for field, names in (("transport", TRANSPORTS), ("runner", RUNNERS), ("strategy", STRATEGIES)):
+        for name in names:
+            assert name in dict(phase_backends(config(**{field: name})))["decode"]
+    assert "all_to_all_v/3" in dict(phase_backends(config(transport_chunks=3)))["prefill"]
+
+
+def test_payload_and_gate_location_are_part_of_the_handles_abi() -> None:
+    abi = handle_abi(config(payload="fp8_block", gate_location="expert", dtype="bfloat16"))
+    assert (abi.payload_format, abi.gate_location, abi.payload_dtype) == ("fp8_block", "expert", "bfloat16")
