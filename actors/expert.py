@@ -356,6 +356,11 @@ class ExpertActor:
             trunk_has_experts=bool(experts),
         )
 
+    async def ledgers(self) -> dict[int, dict[str, Any]]:
+        """By layer, the ledgers of the last invocation that was audited there, as plain values."""
+        found = {layer: counters.ledger for layer, counters in self._counters.items()}
+        return {layer: ledger.document() for layer, ledger in found.items() if ledger is not None}
+
     def _require_routing(self) -> ActorHandle:
         return _present(self._routing, "serve first")
 

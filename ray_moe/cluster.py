@@ -7,7 +7,7 @@ until `Cluster.stop`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -18,7 +18,7 @@ from ray_moe.actors.reports import ClusterStatus, Directory
 from ray_moe.config import ClusterConfig
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.engine.records import LoadProgress
-from ray_moe.errors import NotServingError
+from ray_moe.errors import ConfigError, NotServingError
 from ray_moe.placement import PlacementSnapshot
 
 _POLL_S = 0.1
@@ -44,6 +44,18 @@ class Cluster:
     def placement(self) -> PlacementSnapshot:
         """The active placement."""
         return cast(PlacementSnapshot, self._ask("placement"))
+
+    def ledgers(self, rank: int = 0) -> dict[int, dict[str, Any]]:
+        """By MoE layer, the ledgers of the last audited invocation as peer `rank` accounts for it, as plain values.
+
+        `ray_moe.dataplane.invocation_ledger.InvocationLedger` says what the fields are. A layer that was not audited
+        yet is left out. Raises `ConfigError` for a rank that the cluster does not have, `NotServingError`.
+        """
+        peers = self.directory().peers
+        if not 0 <= rank < len(peers):
+            raise ConfigError(f"rank must be in [0, {len(peers)}), found {rank}")
+        found = ray_get(peers[rank].ledgers.remote(), self._seconds, f"ledgers of rank {rank}")
+        return cast(dict[int, dict[str, Any]], found)
 
     def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
         """Publish another generation while requests run; `replicas[(layer, expert)]` copies, 1 where absent.

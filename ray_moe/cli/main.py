@@ -15,6 +15,7 @@ import typer
 from ray_moe import __version__
 from ray_moe.cli.demo import demo
 from ray_moe.cli.generate import generate
+from ray_moe.cli.ledger import ledger
 from ray_moe.cli.lifecycle import down, status, up
 from ray_moe.cli.output import report
 from ray_moe.errors import ConfigError, RayMoEError
@@ -24,7 +25,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     help="Serve Mixture-of-Experts models on a Ray cluster.", add_completion=False, pretty_exceptions_enable=False
 )
-for verb in (up, down, status, generate, demo):
+for verb in (up, down, status, ledger, generate, demo):
     app.command()(verb)
 
 

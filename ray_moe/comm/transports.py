@@ -8,7 +8,7 @@ D row width, P peers, C capacity.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -39,6 +39,14 @@ class LinkRows:
     received: RowSlots
     useful_sent: RowSlots
     useful_received: RowSlots
+
+    @staticmethod
+    def total(parts: Iterable[LinkRows]) -> LinkRows:
+        """Several exchanges together."""
+        sums = {name: RowSlots(0) for name in ("sent", "received", "useful_sent", "useful_received")}
+        for part in parts:
+            sums = {name: so_far + getattr(part, name) for name, so_far in sums.items()}
+        return LinkRows(**sums)
 
 
 class Transport(Protocol):
@@ -218,14 +226,7 @@ class Chunked:
         return _ChunkedExchange(exchanges, positions)
 
     def link_rows(self, counts_PP: CountMatrix) -> LinkRows:
-        pieces = [self._inner.link_rows(piece) for _, piece in self._parts(counts_PP)]
-        zero = RowSlots(0)
-        return LinkRows(
-            sent=sum((piece.sent for piece in pieces), zero),
-            received=sum((piece.received for piece in pieces), zero),
-            useful_sent=sum((piece.useful_sent for piece in pieces), zero),
-            useful_received=sum((piece.useful_received for piece in pieces), zero),
-        )
+        return LinkRows.total(self._inner.link_rows(piece) for _, piece in self._parts(counts_PP))
 
     @property
     def bytes_moved(self) -> tuple[int, int]:

@@ -6,7 +6,6 @@ along the rows' own path and back. Letters: N routes, n rows of one handle, R re
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -14,31 +13,47 @@ import torch
 from torch import Tensor
 
 from ray_moe.comm.transports import Transport
+from ray_moe.dataplane.completion import EVENTS, Event, check_events
 from ray_moe.dataplane.dispatch import to_experts, to_senders
 from ray_moe.dataplane.handle import DispatchHandle
+from ray_moe.dataplane.ledger import Buffer, check_buffers, peak
 from ray_moe.dataplane.plan import Plan, SlotMap, expert_order
 from ray_moe.errors import HandleError
+from ray_moe.evidence import LiveBytes
 from ray_moe.kernels.reference import permute, stable_order
+from ray_moe.topology_ledger import FanOut, RouteCounts, fan_out, split_vectors
 
 
-def audit(
-    handles: Sequence[DispatchHandle],
-    plans: Sequence[Plan],
-    slots: SlotMap,
-    transport: Transport,
-    fan_out: Counter[str],
-) -> None:
+def audit(handles: Sequence[DispatchHandle], plans: Sequence[Plan], slots: SlotMap, transport: Transport) -> FanOut:
     """Everything below, for the handles of one invocation (one each for a plan, or the chunks of the one plan).
 
-    All peers take part. `fan_out` gains the tokens of this invocation, and the ranks and nodes that they reached.
-    Raises `HandleError` naming the handle and what is wrong with it.
+    All peers take part. Raises `HandleError` naming the handle and what is wrong with it.
     """
     for handle in handles:
+        check_lifetimes(handle)
         trace_routes(handle, slots, transport)
     per_plan = len(handles) // len(plans)
-    for index, plan in enumerate(plans):
+    for index in range(len(plans)):
         check_handles(handles[index * per_plan : (index + 1) * per_plan], slots)
-        _measure_fan_out(plan, slots, fan_out)
+    _check_splits(handles, slots)
+    ranks = slots.group.peers
+    return fan_out(
+        slots.topology,
+        [
+            {ranks[peer] for peer in peers}
+            for plan in plans
+            for peers in slots.peer_S[plan.physical_slot_N].view(-1, plan.routes.top_k).tolist()
+        ],
+    )
+
+
+def _check_splits(handles: Sequence[DispatchHandle], slots: SlotMap) -> None:
+    """Splits derived through global ranks equal those in peer-slot order (0x07B)."""
+    me = slots.group.peers[slots.my_peer]
+    for handle in handles:
+        splits = split_vectors(RouteCounts.from_peers(handle.counts_PP, slots.group), slots.group)
+        if (splits.send[me], splits.receive[me]) != (handle.send_counts_P, handle.recv_counts_P):
+            raise _refusal(handle, slots, "split vector")
 
 
 def check_handles(handles: Sequence[DispatchHandle], slots: SlotMap) -> None:
@@ -92,6 +107,27 @@ def _destinations(handle: DispatchHandle, slots: SlotMap) -> list[int]:
     return torch.bincount(peers_n, minlength=slots.num_peers).tolist()
 
 
+def check_lifetimes(handle: DispatchHandle) -> list[Buffer]:
+    """The invocation's events came in their order, and no buffer ended before its last reader (0x03D4, 0x03D5).
+
+    Returns its buffers. An account of its own beside what refused on the way; the handle itself is still held. Raises
+    `CompletionError`, and `HandleError` when the peak of the buffers is not what was counted.
+    """
+    done = handle.completion
+    lives = done.lives()
+    end = max(life.until for life in lives)
+    epochs = {**done.epochs, Event.HANDLE_RELEASED: end}
+    check_events(EVENTS, epochs)
+    buffers = [Buffer(life.name, LiveBytes(life.nbytes), life.since, life.until, life.last_reader) for life in lives]
+    check_buffers(buffers, epochs)
+    if peak(buffers)[0] != done.peak_bytes:
+        raise HandleError(
+            f"handle {handle.handle_id}: its buffers hold {peak(buffers)[0].value} bytes at most, "
+            f"{done.peak_bytes.value} were counted"
+        )
+    return buffers
+
+
 def trace_routes(handle: DispatchHandle, slots: SlotMap, transport: Transport) -> None:
     """Each route must reach a segment of its own expert exactly once, and come back to its own place (0x01B).
 
@@ -122,15 +158,6 @@ def _segments(handle: DispatchHandle, slots: SlotMap) -> Tensor:
     start, end = slots.peer_bounds_P1[slots.my_peer], slots.peer_bounds_P1[slots.my_peer + 1]
     rows_S = torch.tensor(handle.expert_offsets_S1, device=handle.order_N.device).diff()
     return torch.arange(start, end, device=handle.order_N.device).repeat_interleave(rows_S)
-
-
-def _measure_fan_out(plan: Plan, slots: SlotMap, fan_out: Counter[str]) -> None:
-    """Distinct ranks and nodes per token, of the assignment as it is: nothing is rerouted to lower them (0x07)."""
-    slots_TK = plan.physical_slot_N.view(-1, plan.routes.top_k)
-    fan_out["tokens"] += slots_TK.shape[0]
-    for what, owner_S in (("ranks", slots.peer_S), ("nodes", slots.domain_S)):
-        reached = torch.nn.functional.one_hot(owner_S[slots_TK], int(owner_S.max()) + 1).amax(dim=1)
-        fan_out[what] += int(reached.sum())
 
 
 def _refusal(

@@ -29,11 +29,15 @@ from ray_moe.dataplane.phases import (
     Buckets,
     Decision,
     ExecutableKey,
+    ExecutableManifest,
     ExecutableScope,
     Fallback,
     FallbackReason,
     Phase,
+    PhaseStep,
     Replay,
+    UnitAccount,
+    account_for,
 )
 from ray_moe.dataplane.plan import Layout, SlotMap
 from ray_moe.dataplane.runners import MaskedDecode
@@ -107,7 +111,6 @@ class CapturedDecode:
         transport: Transport,
     ) -> CapturedDecode:
         """Bind every bucket to `header`'s generation. Raises `BindingError` when the generation is bound already."""
-        runner = MaskedDecode()
         scope = ExecutableScope(
             process_group_id=f"{header.process_group_id}/epoch-{header.epoch}",
             placement_version=header.placement_version,
@@ -117,7 +120,7 @@ class CapturedDecode:
             activation_dtype=dtype_name(header.abi.payload),
             gate_dtype=dtype_name(gate),
             dispatch_backend=PaddedAllToAll.name,
-            runner_backend=runner.name,
+            runner_backend=MaskedDecode.name,
         )
         bindings: dict[str, Binding[Path]] = {}
         for bucket in executables.buckets:
@@ -141,7 +144,7 @@ class CapturedDecode:
             pair_rows = min(bucket.rank_tokens * top_k, bucket.slot_rows * slots.most_slots)
             path = Path(
                 PaddedAllToAll(transport.group, pair_rows),
-                runner,
+                MaskedDecode(bucket.slot_rows),
                 strategy_named("shared_path"),  # bulk, where there is no shared expert
                 slot_capacity=bucket.slot_rows,
             )
@@ -173,6 +176,23 @@ class CapturedDecode:
             layout.slot_rows_S,
             lambda executable_id: self._bindings[executable_id].executable.buffers_ready,
         )
+
+    def account(self, phase: Phase, layouts: Sequence[Layout], host_submissions: int) -> UnitAccount:
+        """What a unit with these counts runs, admitted or not. Control items are the numbers of the count exchange."""
+        top_k = self._scope.top_k
+        decision = self.admit(phase, layouts, top_k)
+        manifest = self._bindings[decision.executable_id].manifest if isinstance(decision, Replay) else self._largest
+        rank_tokens = [
+            sum(layout.routes_P[peer] for layout in layouts) // top_k for peer in range(len(layouts[0].routes_P))
+        ]
+        slot_routes = [sum(rows) for rows in zip(*(layout.slot_rows_S for layout in layouts), strict=True)]
+        step = PhaseStep(phase, manifest.key, tuple(rank_tokens), tuple(slot_routes))
+        items = len(rank_tokens) * (2 + len(layouts) * (1 + len(slot_routes)))
+        return account_for(step, manifest, decision, host_submissions=host_submissions, control_items=items)
+
+    @property
+    def _largest(self) -> ExecutableManifest:
+        return self._buckets.manifests[-1]
 
     def replay(
         self,

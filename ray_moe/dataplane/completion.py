@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +122,16 @@ _MAY_COMPLETE = {
 }
 
 
+class Life(NamedTuple):
+    """One buffer of an invocation: its bytes, when it was declared and released, and its last reader's event."""
+
+    name: str
+    nbytes: int
+    since: int
+    until: int
+    last_reader: Event
+
+
 class Completion:
     """One invocation's events, and the buffers that its readers still need.
 
@@ -129,13 +140,18 @@ class Completion:
     the thread that runs the invocation. `handle_id` names the invocation in every error.
     """
 
-    __slots__ = ("_complete", "_held", "_live", "_peak", "handle_id")
+    __slots__ = ("_complete", "_held", "_live", "_lives", "_peak", "_tick", "epochs", "handle_id")
 
     def __init__(self, handle_id: str) -> None:
         self.handle_id = handle_id
         self._complete = 0
-        self._held: dict[str, tuple[int, Event, Callable[[], None] | None]] = {}
+        # name -> (bytes, last reader's event, what gives it back, when it was declared)
+        self._held: dict[str, tuple[int, Event, Callable[[], None] | None, int]] = {}
         self._live = self._peak = 0
+        # What has happened, each with a number of its own: for audits.
+        self._tick = 0
+        self.epochs: dict[Event, int] = {}
+        self._lives: list[Life] = []
 
     def complete(self, event: Event) -> None:
         """Record that `event` has happened.
@@ -147,6 +163,8 @@ class Completion:
         if self._complete & looked_at != needed:
             raise self._refusal(event)
         self._complete |= bit
+        self._tick += 1
+        self.epochs[event] = self._tick
 
     def is_complete(self, event: Event) -> bool:
         """Whether `event` has happened; abandoning changes nothing about the past."""
@@ -178,7 +196,8 @@ class Completion:
             )
         if nbytes < 0:
             raise EvidenceError(f"invocation {self.handle_id}: buffer {name!r} must have >= 0 bytes, found {nbytes}")
-        self._held[name] = (nbytes, until, give_back)
+        self._tick += 1
+        self._held[name] = (nbytes, until, give_back, self._tick)
         self._live += nbytes
         if self._live > self._peak:
             self._peak = self._live
@@ -192,7 +211,7 @@ class Completion:
         held = self._held.get(name)
         if held is None:
             raise CompletionError("unknown_buffer", f"invocation {self.handle_id} holds no buffer {name!r}")
-        nbytes, until, give_back = held
+        nbytes, until, give_back, since = held
         if not self._complete & _BIT[until]:
             raise CompletionError(
                 "released_before_last_reader",
@@ -200,8 +219,15 @@ class Completion:
             )
         del self._held[name]
         self._live -= nbytes
+        self._tick += 1
+        self._lives.append(Life(name, nbytes, since, self._tick, until))
         if give_back is not None:
             give_back()
+
+    def lives(self) -> list[Life]:
+        """Every buffer so far; one that is still held lives until now."""
+        held = [Life(name, size, since, self._tick + 1, until) for name, (size, until, _, since) in self._held.items()]
+        return [*self._lives, *held]
 
     @property
     def peak_bytes(self) -> LiveBytes:
@@ -217,7 +243,7 @@ class Completion:
         self._complete |= _ABANDONED
         held, self._held, self._live = self._held, {}, 0
         with ExitStack() as stack:
-            for _, _, give_back in held.values():
+            for _, _, give_back, _ in held.values():
                 if give_back is not None:
                     stack.callback(give_back)
 

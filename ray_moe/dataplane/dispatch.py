@@ -232,8 +232,18 @@ class Dispatcher:
                 f"{list(handle.expert_offsets_S1)}"
             )
         if isinstance(rows, SegmentedRows):
+            if rows.rows_RD.shape[0] != offsets_S1[-1]:
+                raise CountMismatchError(
+                    f"combine of handle {handle.handle_id}: {rows.rows_RD.shape[0]} rows came back, dispatch gave "
+                    f"{offsets_S1[-1]}"
+                )
             return rows.rows_RD
-        capacity, width = rows.rows_SCD.shape[1:]
+        slots, capacity, width = rows.rows_SCD.shape
+        if slots != len(rows.counts_S) or capacity < max(rows.counts_S, default=0):
+            raise CountMismatchError(
+                f"combine of handle {handle.handle_id}: a buffer of {slots} x {capacity} rows came back for counts "
+                f"{list(rows.counts_S)}"
+            )
         flat = rows.rows_SCD.reshape(-1, width)
         return flat.index_select(0, padded_positions(rows.counts_S, capacity, flat.device))
 
@@ -283,7 +293,7 @@ def weighted_sum(parts: Sequence[tuple[DispatchHandle, Tensor]]) -> Tensor:
     """
     handle, returned_nD = parts[0]
     abi = handle.header.abi
-    covered = sum(one.order_N.numel() for one, _ in parts)
+    covered = sum(rows_nD.shape[0] for _, rows_nD in parts)
     if covered != handle.route_count:
         raise HandleError(
             f"handle {handle.handle_id}: the handles to sum cover {covered} of {handle.route_count} routes"

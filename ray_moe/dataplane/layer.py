@@ -21,8 +21,9 @@ from ray_moe.comm.transports import chunk_span
 from ray_moe.dataplane.audit import audit
 from ray_moe.dataplane.captured import CapturedDecode
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
+from ray_moe.dataplane.invocation_ledger import InvocationLedger, Meter, take
 from ray_moe.dataplane.paths import Path, SharedExpert
-from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay
+from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccount
 from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
 from ray_moe.dataplane.policies import ReplicaPolicy
 from ray_moe.dataplane.runners import LayerWeights
@@ -36,7 +37,7 @@ class LayerCounters:
 
     Remote rows crossed to another peer, local ones did not. Decode units were replayed, or fell back for a reason.
     `peak_live_bytes` is the most that one invocation held in named buffers. `fan_out` counts audited tokens, and the
-    ranks and nodes that their routes reached.
+    ranks and nodes that their routes reached; `ledger` is the last audited invocation's.
     """
 
     invocations: int = 0
@@ -48,6 +49,7 @@ class LayerCounters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     peak_live_bytes: int = 0
     fan_out: Counter[str] = field(default_factory=Counter)
+    ledger: InvocationLedger | None = None
 
     @staticmethod
     def total(layers: Iterable[LayerCounters]) -> LayerCounters:
@@ -55,7 +57,7 @@ class LayerCounters:
         total = LayerCounters()
         for layer in layers:
             for name, value in vars(layer).items():
-                if name != "peak_live_bytes":
+                if name not in ("peak_live_bytes", "ledger"):
                     setattr(total, name, getattr(total, name) + value)
             total.peak_live_bytes = max(total.peak_live_bytes, layer.peak_live_bytes)
         return total
@@ -202,9 +204,13 @@ class ExpertLayer:
         coordinates = (invocation.step, invocation.unit, self.slots.layer)
         handles = path.bind(self.header, coordinates, plans, layouts, self.slots.my_peer, sealed)
         try:
+            meter = Meter(path.transport, handles[0].handle_id)
             out_TD = path.run(hidden, handles, self.weights, shared)
             if invocation.audit:
-                audit(handles, plans, self.slots, path.transport, self.counters.fan_out)
+                measured = meter.read()
+                fan_out = audit(handles, plans, self.slots, path.transport)
+                account = self._account(invocation, layouts, path) if self.captured is not None else None
+                self._enter(take(path, handles, layouts, self.slots, self.weights, fan_out, account, measured))
         except BaseException:
             for handle in handles:
                 handle.abandon()
@@ -214,6 +220,18 @@ class ExpertLayer:
             self._count(handle)
         self.counters.invocations += 1
         return out_TD
+
+    def _account(self, invocation: Invocation, layouts: Sequence[Layout], path: Path) -> UnitAccount:
+        assert self.captured is not None
+        submitted = 1 if path.slot_capacity is not None else len(path.strategy.order)
+        return self.captured.account(invocation.unit, layouts, submitted)
+
+    def _enter(self, ledger: InvocationLedger) -> None:
+        self.counters.ledger = ledger
+        spread = ledger.fan_out
+        self.counters.fan_out["tokens"] += spread.tokens
+        self.counters.fan_out["ranks"] += int(spread.mean_ranks * spread.tokens)
+        self.counters.fan_out["nodes"] += int(spread.mean_nodes * spread.tokens)
 
     def join_empty(self, hidden_TD: Tensor, top_k: int, gate: torch.dtype, invocation: Invocation) -> None:
         """Take part with zero tokens; `hidden_TD` [0, D] gives dtype and device, `gate` is the router's dtype."""

@@ -26,6 +26,7 @@ from ray_moe.identity import GlobalRank
 from ray_moe.kernels.reference import stable_order
 from ray_moe.placement import LayerPlacement, PlacementSnapshot
 from ray_moe.routes import Routes
+from ray_moe.topology import ProcessGroupSpec, Topology
 
 if TYPE_CHECKING:
     from ray_moe.dataplane.policies import ReplicaPolicy
@@ -43,7 +44,7 @@ class SlotMap:
     sets (CSR over manifest positions), `replicas_E` their sizes, `first_replica_E` the first of each; `peer_S` and
     `domain_S` give each slot's peer slot and a domain number.
     `peer_bounds_P1` bounds each peer's slots in dispatch order; `pool_slots` are this peer's own storage indices in
-    that order.
+    that order. `group` and `topology` are the placement's own.
     """
 
     generation: int
@@ -63,6 +64,8 @@ class SlotMap:
     replicated: bool
     peer_bounds_P1: tuple[int, ...]
     pool_slots: tuple[int, ...]
+    group: ProcessGroupSpec
+    topology: Topology
 
     @property
     def num_slots(self) -> int:
@@ -125,6 +128,8 @@ class SlotMap:
             pool_slots=tuple(
                 placement.slots[position].pool_slot for position in in_dispatch_order if peers[position] == mine
             ),
+            group=group,
+            topology=snapshot.topology,
         )
 
 

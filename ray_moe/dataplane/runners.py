@@ -20,6 +20,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ray_moe.dataplane.block_sparse import INDEX_BYTES, BlockTopology, align_up, topology_indices
+from ray_moe.dataplane.ledger import DESCRIPTOR_BYTES, MatmulFlops, Padding, swiglu_matmul_flops
 from ray_moe.dataplane.rows import ExpertRows, MaskedRows, Mode, SegmentedRows, require_mode
 from ray_moe.errors import ConfigError, RunnerError
 from ray_moe.evidence import LogicalBytes, RowSlots
@@ -31,9 +32,7 @@ BLOCK_ROWS = BLOCK_COLUMNS = 128
 
 # State of a call in its declared schema: m, n, k and five offsets for each problem; one byte a row of a mask; one
 # INT64 count a slot.
-DESCRIPTOR_FIELDS, DESCRIPTOR_FIELD_BYTES = 8, 8
 MASK_BYTES, COUNT_BYTES = 1, 8
-_NO_ROWS = RowSlots(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,42 +77,38 @@ class LayerWeights:
 class Work:
     """What one call of a runner executes and keeps: accounting, and no statement about time (specification 0x04F).
 
-    Capacity, alignment and fringe rows answer three different questions and are three counters (0x04E).
     `state_bytes` is the runner's own state in its declared schema: mask, descriptor table, topology or counts.
     """
 
-    useful: RowSlots
+    padding: Padding
     hidden: int
     ffn: int
     state_bytes: LogicalBytes
-    capacity_unused: RowSlots = _NO_ROWS
-    alignment_only: RowSlots = _NO_ROWS
-    block_fringe: RowSlots = _NO_ROWS
 
     @property
     def executed(self) -> RowSlots:
         """Useful rows and all padding."""
-        return self.useful + self.capacity_unused + self.alignment_only + self.block_fringe
+        return self.padding.executed
 
     @property
     def utilization(self) -> Fraction:
         """Useful over executed rows; 1 where nothing is executed."""
-        return Fraction(self.useful.value, self.executed.value) if self.executed.value else Fraction(1)
+        return Fraction(int(self.padding.useful), int(self.executed)) if int(self.executed) else Fraction(1)
 
     @property
     def input_values(self) -> int:
         """Scalars of the executed rows."""
-        return self.executed.value * self.hidden
+        return int(self.executed) * self.hidden
 
     @property
     def intermediate_values(self) -> int:
         """Scalars between activation and second projection."""
-        return self.executed.value * self.ffn
+        return int(self.executed) * self.ffn
 
     @property
-    def matmul_flops(self) -> int:
+    def matmul_flops(self) -> MatmulFlops:
         """Gate, up and down products at two FLOPs a multiply-add; the activation is not in it."""
-        return 6 * self.executed.value * self.hidden * self.ffn
+        return swiglu_matmul_flops(self.executed, self.hidden, self.ffn)
 
 
 class Runner(Protocol):
@@ -155,8 +150,8 @@ class Grouped:
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
         active = sum(count > 0 for count in counts_S)
-        state = active * DESCRIPTOR_FIELDS * DESCRIPTOR_FIELD_BYTES
-        return Work(RowSlots(sum(counts_S)), hidden, ffn, LogicalBytes(state))
+        state = active * DESCRIPTOR_BYTES
+        return Work(Padding(useful=RowSlots(sum(counts_S))), hidden, ffn, LogicalBytes(state))
 
 
 class CapacityPadded:
@@ -188,14 +183,12 @@ class CapacityPadded:
         useful, capacity = sum(counts_S), _capacity(self.capacity, counts_S)
         # A call without rows runs no product, whatever the capacity.
         slots, stride = len(counts_S) if useful else 0, align_up(capacity, self.alignment)
-        return Work(
-            RowSlots(useful),
-            hidden,
-            ffn,
-            LogicalBytes(slots * stride * MASK_BYTES),
+        padding = Padding(
+            useful=RowSlots(useful),
             capacity_unused=RowSlots(slots * capacity - useful),
             alignment_only=RowSlots(slots * (stride - capacity)),
         )
+        return Work(padding, hidden, ffn, LogicalBytes(slots * stride * MASK_BYTES))
 
 
 class BlockSparse:
@@ -248,7 +241,8 @@ class BlockSparse:
         blocked = sum(align_up(count, self.block_rows) for count in counts_S)
         entries = topology_indices(counts_S, self.block_rows, ffn // self._columns(ffn))
         state = LogicalBytes(entries * INDEX_BYTES)
-        return Work(RowSlots(useful), hidden, ffn, state, block_fringe=RowSlots(blocked - useful))
+        padding = Padding(useful=RowSlots(useful), block_fringe=RowSlots(blocked - useful))
+        return Work(padding, hidden, ffn, state)
 
     def _columns(self, ffn: int) -> int:
         return self.block_columns or gcd(ffn, BLOCK_COLUMNS)
@@ -258,8 +252,8 @@ class MaskedDecode:
     """One batched product over a capacity-shaped buffer of low-latency rows (0x05C, 0x06E).
 
     A row beyond its slot's count is computed with the others and stays in the buffer with an undefined value: it has no
-    route. `capacity` is C of the buffers that will come, and others are refused; None takes any buffer, and then `work`
-    is refused. `ConfigError` for a capacity under 1.
+    route. `capacity` is C of the buffers that will come, and others are refused; None takes any buffer, and accounts
+    for one that just holds the fullest slot. `ConfigError` for a capacity under 1.
     """
 
     name, mode = "masked_decode", Mode.LOW_LATENCY
@@ -277,16 +271,10 @@ class MaskedDecode:
         return MaskedRows(_batched(masked.rows_SCD, weights), masked.counts_S)
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
-        if self.capacity is None:
-            raise RunnerError("capacity_unknown", f"{self.name} executes whole buffers; give it their capacity")
         useful, slots = sum(counts_S), len(counts_S)
-        return Work(
-            RowSlots(useful),
-            hidden,
-            ffn,
-            LogicalBytes(slots * COUNT_BYTES),
-            capacity_unused=RowSlots(slots * _capacity(self.capacity, counts_S) - useful),
-        )
+        unused = RowSlots(slots * _capacity(self.capacity, counts_S) - useful)
+        padding = Padding(useful=RowSlots(useful), capacity_unused=unused)
+        return Work(padding, hidden, ffn, LogicalBytes(slots * COUNT_BYTES))
 
 
 RUNNERS: dict[str, type[Runner]] = {

@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ray_moe.dataplane.schedule import (
+    Schedule,
     Task,
+    buffers_of,
     bulk,
+    check_release,
+    check_schedule,
     check_tasks,
     chunk_pipeline,
     execution_order,
+    lifetimes,
+    list_schedule,
     microbatch_pipeline,
     shared_path,
 )
@@ -37,6 +43,16 @@ class Strategy:
 
     def __post_init__(self) -> None:
         check_tasks(self.tasks)
+        check_schedule(self.tasks, self.schedule)
+        buffers = buffers_of(self.tasks)
+        check_release(
+            buffers, self.schedule, {name: life.end for name, life in lifetimes(buffers, self.schedule).items()}
+        )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The model behind the order: units, not time. `hidden_units` is what overlaps in it, at best."""
+        return list_schedule(self.tasks)
 
     @cached_property
     def order(self) -> tuple[tuple[str, int], ...]:

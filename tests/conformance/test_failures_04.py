@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ray_moe.dataplane.block_sparse import BlockTopology
+from ray_moe.dataplane.ledger import MatmulFlops
 from ray_moe.dataplane.rows import MaskedRows, Mode, SegmentedRows
 from ray_moe.dataplane.runners import (
     BLOCK_ROWS,
@@ -89,7 +90,7 @@ def test_fl_04g_02_a_padded_row_never_leaves_a_runner(runner: Runner) -> None:
     assert out.rows_RD.isfinite().all()
     filler = sum(int((inner == 0).all(dim=-1).sum()) for inner in executed)
     work = runner.work([1, 3, 0], HIDDEN, FFN)
-    assert filler == work.executed.value - work.useful.value
+    assert filler == work.executed.value - work.padding.useful.value
 
 
 def test_fl_04g_02_a_masked_buffers_filler_stays_beyond_the_counts() -> None:
@@ -178,14 +179,14 @@ def test_fl_04g_07_a_librarys_block_size_needs_its_file_and_revision() -> None:
 def test_fl_04g_08_fewer_flops_are_no_speed_up() -> None:
     padded, grouped = CapacityPadded(3, 2).work([2, 1], HIDDEN, FFN), Grouped().work([2, 1], HIDDEN, FFN)
     assert grouped.matmul_flops < padded.matmul_flops
-    with pytest.raises(EvidenceError, match="a speed-up compares two measured times, found int"):
+    with pytest.raises(EvidenceError, match="a speed-up compares two measured times, found MatmulFlops"):
         Speedup(padded.matmul_flops, grouped.matmul_flops)  # type: ignore[arg-type]
     with pytest.raises(EvidenceError, match="a speed-up compares two measured times, found Work"):
         Speedup(padded, grouped)  # type: ignore[arg-type]
     with pytest.raises(EvidenceError, match="Elapsed needs the measurement that gave it, found Work"):
-        Elapsed(float(grouped.matmul_flops), grouped)  # type: ignore[arg-type]
+        Elapsed(float(int(grouped.matmul_flops)), grouped)  # type: ignore[arg-type]
     for value in (padded.executed, padded.utilization, padded.input_values, padded.matmul_flops, padded.state_bytes):
-        assert isinstance(value, int | Fraction | RowSlots | LogicalBytes)
+        assert isinstance(value, int | Fraction | RowSlots | LogicalBytes | MatmulFlops)
         assert not isinstance(value, Elapsed | Measurement)
 
 
@@ -197,7 +198,11 @@ def test_fl_06i_04_unmasked_filler_gets_no_useful_work(filler: float) -> None:
         valid(runner.run(masked(rows, 4, filler), weights)), valid(runner.run(masked(rows, 4, 0.0), weights))
     )
     work = runner.work([1, 3, 0], HIDDEN, FFN)
-    assert (work.useful, work.executed, work.capacity_unused) == (RowSlots(4), RowSlots(12), RowSlots(8))
+    assert (work.padding.useful, work.executed, work.padding.capacity_unused) == (
+        RowSlots(4),
+        RowSlots(12),
+        RowSlots(8),
+    )
 
 
 @pytest.mark.parametrize("name", RUNNERS)
