@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import ray
 import torch
 
+from ray_moe.comm.probe import probe
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
 from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI
+from ray_moe.dataplane.precision import DtypeRoles, break_even_width, codec_named
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.engine.blocks import BlockFacts
 from ray_moe.engine.generation import Backend
-from ray_moe.identity import GlobalRank
+from ray_moe.engine.records import ModelFacts
+from ray_moe.errors import ConfigError
+from ray_moe.identity import GlobalRank, ProcessGroupId
 from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import PlacementSnapshot, ReleaseBundle
-from ray_moe.topology import Domain, Topology
+from ray_moe.relations import require_capabilities
+from ray_moe.topology import Domain, GroupKind, ProcessGroupSpec, Topology, TopologyGroups, derive_groups
 from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
 
 # Strategies without parts.
@@ -36,6 +42,40 @@ def find_model(config: ClusterConfig) -> Path:
     return path
 
 
+def seats_of(config: ClusterConfig, nodes: Sequence[str]) -> tuple[ProcessGroupSpec, Topology]:
+    """The first epoch's group and where its ranks are; `nodes` are the Ray nodes of the ranks, in rank order.
+
+    A configuration's own topology goes before its labels, and these before Ray's nodes. Raises `TopologyError`.
+    """
+    ranks = tuple(GlobalRank(rank) for rank in range(config.peers))
+    own = ProcessGroupSpec(ProcessGroupId(f"{config.name}-ep"), 0, ranks)
+    if config.topology is None:
+        return own, topology_of(ranks, nodes, config.node_labels)
+    topology = config.topology.to_topology()
+    given = _groups_in(config)
+    return (given.full if given is not None and _binds(given, GroupKind.FULL_EXPERT_PARALLEL) else own), topology
+
+
+def groups_of(config: ClusterConfig, spec: ProcessGroupSpec, topology: Topology) -> TopologyGroups:
+    """The node-local and relay groups of an epoch: a configuration's own, peer orders and all, else derived ones.
+
+    Raises `TopologyError`.
+    """
+    given = _groups_in(config)
+    whole = (GroupKind.FULL_EXPERT_PARALLEL, GroupKind.NODE_LOCAL, GroupKind.INTER_NODE_RELAYS)
+    if given is not None and _binds(given, *whole) and given.full == spec:
+        return given
+    return derive_groups(topology, spec)
+
+
+def _groups_in(config: ClusterConfig) -> TopologyGroups | None:
+    return config.topology.to_groups() if config.topology is not None and config.topology.groups else None
+
+
+def _binds(groups: TopologyGroups, *kinds: GroupKind) -> bool:
+    return set(kinds) <= {binding.kind for binding in groups.bindings}
+
+
 def topology_of(ranks: Sequence[GlobalRank], nodes: Sequence[str], labels: Sequence[str] = ()) -> Topology:
     """One domain per Ray node, named in order of appearance; `labels`, one per rank, name other domains instead."""
     if labels:
@@ -47,6 +87,25 @@ def topology_of(ranks: Sequence[GlobalRank], nodes: Sequence[str], labels: Seque
         name: tuple(rank for rank, node in zip(ranks, at, strict=True) if node == key) for key, name in distinct.items()
     }
     return Topology("topology-v1", tuple(Domain(name, ranks_there) for name, ranks_there in members.items()))
+
+
+def check_choices(config: ClusterConfig, hidden: int) -> None:
+    """What a configuration selects must suit this model and this host; `hidden` is the model's width.
+
+    Raises `ConfigError` for a payload that makes rows larger than they are (0x0AB), `TopologyError` for a path whose
+    hardware is not here (0x06I): neither shows in shapes.
+    """
+    dtype = getattr(torch, config.dtype)
+    plain, chosen = (codec_named(name, hidden, dtype).row_bytes for name in ("native", config.payload))
+    if chosen > plain:
+        raise ConfigError(
+            f"payload {config.payload} makes a row of {hidden} elements {chosen} bytes, native {plain}; against bf16 "
+            f"it is smaller from {break_even_width(config.payload)} elements on"
+        )
+    relations = getattr(config.topology, "relations", None)
+    if relations is not None and relations.symmetric_memory is not None:
+        path = f"symmetric memory of group {relations.symmetric_memory.process_group_id}"
+        require_capabilities(path, relations.symmetric_memory.requires, probe(config.device))
 
 
 def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int, BlockFacts]) -> Backend:
@@ -80,9 +139,12 @@ def store_host(nodes: Sequence[str]) -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
+def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot, facts: ModelFacts) -> ReleaseBundle:
     """Everything that a step of this release must agree on (specification 0x0CA)."""
     abi = handle_abi(config)
+    roles = DtypeRoles.of(
+        abi.payload_dtype, abi.return_dtype, abi.gate_location, abi.payload_format, gate_dtype=facts.gate_dtype
+    )
     return ReleaseBundle(
         release_id=snapshot.release_id,
         checkpoint_version=snapshot.checkpoint_version,
@@ -93,12 +155,7 @@ def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot) -> Releas
         process_group_generation=f"{snapshot.group.process_group_id}-e{snapshot.group.epoch}",
         route_abi="ray_moe.routes/1",
         dispatch_handle_abi=abi.handle_version,
-        precision_roles=(
-            ("dispatch", config.dtype if config.payload == "native" else config.payload),
-            ("combine", config.dtype),
-            ("gate", "router"),
-            ("gate_location", abi.gate_location),
-        ),
+        precision_roles=(*asdict(roles).items(), ("gate_location", abi.gate_location)),
         phase_backends=phase_backends(config),
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.bringup import find_model, release_bundle, store_host, topology_of
+from ray_moe.actors.bringup import find_model, release_bundle, seats_of, store_host
 from ray_moe.actors.remote import create_expert, create_routing, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.routing import Retired
@@ -27,7 +27,7 @@ from ray_moe.controlplane.solve import Assignment, PoolSlot, balanced, fills, pl
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
 from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
-from ray_moe.identity import GlobalRank, PlacementVersion, ProcessGroupId
+from ray_moe.identity import GlobalRank, PlacementVersion
 from ray_moe.placement import CheckpointVersion, PlacementSnapshot
 from ray_moe.topology import ProcessGroupSpec, Topology
 
@@ -108,7 +108,7 @@ class ControllerActor:
         verified = await self._fill(first, prior=None)
         self._store = RendezvousStore(store_host(nodes), config.start_deadline_s)
         await self._all("join", verified.group, verified.topology, self._store.address)
-        bundle = release_bundle(config, verified)
+        bundle = release_bundle(config, verified, facts[0])
         await self._ask(self._routing.publish.remote(verified, bundle), "publish the first placement")
         await self._all("serve", self._routing, tuple(self._peers.values()))
 
@@ -122,14 +122,8 @@ class ControllerActor:
             spare_slots=config.spare_slots,
         )
         self._capacity = pool_capacity(assignment)
-        return self._place(
-            assignment,
-            generation=1,
-            group=ProcessGroupSpec(ProcessGroupId(f"{config.name}-ep"), 0, ranks),
-            topology=topology_of(ranks, nodes, config.node_labels),
-            prior=None,
-            live=(),
-        )
+        group, topology = seats_of(config, nodes)
+        return self._place(assignment, generation=1, group=group, topology=topology, prior=None, live=())
 
     def _place(
         self,
@@ -216,7 +210,7 @@ class ControllerActor:
                 live=live,
             )
             verified = await self._fill(candidate, prior)
-            bundle = release_bundle(self._config, verified)
+            bundle = release_bundle(self._config, verified, facts)
             try:
                 await self._ask(routing.publish.remote(verified, bundle), f"publish generation {verified.generation}")
             except RayMoEError:

@@ -22,13 +22,14 @@ import torch
 from ray.actor import ActorHandle
 from transformers.utils.logging import disable_progress_bar
 
-from ray_moe.actors.bringup import backend_of
+from ray_moe.actors.bringup import backend_of, check_choices, groups_of
 from ray_moe.actors.mailbox import Outlet, PostOffice
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.join import join_transport
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.solve import Fill
+from ray_moe.dataplane.graphs import dtype_name
 from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.deadline import join_thread, ray_await, wait_for
 from ray_moe.engine.blocks import BlockFacts, overlap_shared, probe_blocks
@@ -102,6 +103,7 @@ class ExpertActor:
             attn_implementation="ray_moe",
             trust_remote_code=config.trust_remote_code,
         )
+        check_choices(config, self._trunk.hidden_size)
         self._blocks = probe_blocks(self._trunk)
         self._checkpoint = Checkpoint(model, trust_remote_code=config.trust_remote_code)
         self._counters = {layer: LayerCounters() for layer in self._checkpoint.moe_layers}
@@ -113,6 +115,7 @@ class ExpertActor:
             expert_bytes=self._checkpoint.expert_bytes,
             vocab_size=self._trunk.vocab_size,
             max_positions=self._trunk.max_positions,
+            gate_dtype=dtype_name(next(iter(self._blocks.values())).gate),
             trunk_parameters=sum(parameter.numel() for parameter in self._trunk.model.parameters()),
         )
 
@@ -160,8 +163,7 @@ class ExpertActor:
             partial(join_transport, chunks=config.transport_chunks),
             config.group,
             config.transport,
-            spec,
-            topology,
+            groups_of(config, spec, topology),
             self._rank,
             store,
             config.step_deadline_s,

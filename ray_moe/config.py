@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ray_moe.errors import ConfigError
-from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, read_yaml, shown
+from ray_moe.errors import ConfigError, TopologyError
+from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, TopologyManifest, read_yaml, shown
+from ray_moe.relations import RuntimeTopology
 
 _Seconds = Annotated[float, Field(gt=0)]
 
@@ -111,7 +112,8 @@ class ClusterConfig(Manifest):
     """Everything that `ray-moe up` decides. Times are seconds; `spare_slots` are per peer and MoE layer.
 
     `contract` names a historical combination and sets its fields. `node_labels` says per rank which node it belongs to
-    (default: the Ray node that it runs on).
+    (default: the Ray node that it runs on); `topology`, a document or the path of one, says more: relays, NICs,
+    fabrics, and groups with their peer orders and epoch.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
@@ -138,6 +140,10 @@ class ClusterConfig(Manifest):
     transport: Literal["all_to_all_v", "padded_all_to_all", "all_gather_filter", "hierarchical"] = "all_to_all_v"
     transport_chunks: Positive = 1
     node_labels: AsTuple[Annotated[str, Field(min_length=1)]] = ()
+    topology: Annotated[
+        RuntimeTopology | TopologyManifest | None,
+        BeforeValidator(lambda given: _document_at(given) if isinstance(given, str) else given),
+    ] = None
     runner: Literal["grouped", "capacity_padded", "block_sparse", "masked_decode"] = "grouped"
     block_rows: Positive = 128
     strategy: Literal["bulk", "chunk_pipeline", "shared_path", "microbatch_pipeline"] = "bulk"
@@ -179,10 +185,32 @@ class ClusterConfig(Manifest):
         return self
 
     @model_validator(mode="after")
+    def _topology_of_these_peers(self) -> Self:
+        if self.topology is None:
+            return self
+        if self.node_labels:
+            raise ValueError("node_labels and topology both say where ranks are; give one of them")
+        ranks = sorted(rank for domain in self.topology.domains for rank in domain.member_ranks)
+        if ranks != list(range(self.peers)):
+            raise ValueError(f"topology must place ranks 0 to {self.peers - 1}, found {ranks}")
+        try:
+            self.topology.to_groups() if self.topology.groups else self.topology.to_topology()
+        except TopologyError as error:
+            raise ValueError(f"topology: {error}") from error
+        return self
+
+    @model_validator(mode="after")
     def _carried(self) -> Self:
         if self.peers > 1 and self.device == "cuda":
             raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
         return self
+
+
+def _document_at(path: str) -> object:
+    try:
+        return read_yaml(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"topology {path}: cannot be read: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -39,7 +39,7 @@ from ray_moe.evidence import Elapsed, Instrument, Measurement, Speedup
 from ray_moe.identity import CheckpointVersion, GlobalRank, PlacementVersion, ProcessGroupId
 from ray_moe.placement import Lease, PlacementSnapshot
 from ray_moe.routes import Routes
-from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from ray_moe.topology import Domain, ProcessGroupSpec, Topology, derive_groups
 
 PEERS, DEADLINE_S = 4, 300.0
 TOKENS = (1, 64, 512)
@@ -188,8 +188,7 @@ def _layer(epoch: int, way: Way, rank: int, store: StoreAddress) -> ExpertLayer:
     transport = join_transport(
         way.group,
         way.transport,
-        placement.group,
-        placement.topology,
+        derive_groups(placement.topology, placement.group),
         GlobalRank(rank),
         store,
         DEADLINE_S,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ray_moe.bench.report import Row
-from ray_moe.dataplane.precision import PayloadCodec, codec_named, error_report
+from ray_moe.dataplane.precision import PayloadCodec, codec_named, error_report, smaller_format
+from ray_moe.evidence import RowSlots
 from ray_moe.models import tiny_moe_path
 from ray_moe.text import load_tokenizer
 from ray_moe.weights.sources import experts_modules
@@ -61,6 +62,7 @@ def run() -> list[Row]:
             {
                 "payload": name,
                 "row_bytes": codec.row_bytes,
+                "least_of_bf16_and_fp8": smaller_format(RowSlots(1), width),
                 "rows": int(report.rows),
                 "rows_max_abs_error": report.max_abs,
                 "rows_relative_rms_error": report.relative_rms,

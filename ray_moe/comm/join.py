@@ -14,7 +14,7 @@ from ray_moe.comm.tcp import TcpGroup
 from ray_moe.comm.transports import AllGatherFilter, AllToAllV, Chunked, PaddedAllToAll, Transport
 from ray_moe.errors import ConfigError
 from ray_moe.identity import GlobalRank
-from ray_moe.topology import ProcessGroupSpec, Topology, derive_groups
+from ray_moe.topology import ProcessGroupSpec, TopologyGroups
 
 _GROUPS: dict[str, type[GlooGroup] | type[TcpGroup]] = {"gloo": GlooGroup, "tcp": TcpGroup}
 
@@ -49,8 +49,7 @@ def transport_named(name: str, group: ExpertGroup, *, chunks: int = 1) -> Transp
 def join_transport(
     kind: str,
     name: str,
-    spec: ProcessGroupSpec,
-    topology: Topology,
+    groups: TopologyGroups,
     rank: GlobalRank,
     store: StoreAddress,
     seconds: float,
@@ -59,12 +58,11 @@ def join_transport(
 ) -> Transport:
     """Join every group that transport `name` needs in this epoch, and the transport over them.
 
-    `chunks` > 1 sends each exchange in that many pieces. Raises `ConfigError` listing the names, `TopologyError` when
-    nodes and groups contradict one another, and as `join`; groups that were joined by then are closed again.
+    `chunks` > 1 sends each exchange in that many pieces. Raises `ConfigError` listing the names, `TopologyError` for a
+    group that is not among `groups`, and as `join`; groups that were joined by then are closed again.
     """
     if name not in TRANSPORTS:
         raise ConfigError(f"transport must be one of {', '.join(TRANSPORTS)}, found {name!r}")
-    groups = derive_groups(topology, spec)
     with ExitStack() as joined:
 
         def member_of(one: ProcessGroupSpec) -> ExpertGroup:
@@ -72,10 +70,10 @@ def join_transport(
             joined.callback(group.close)
             return group
 
-        full = member_of(spec)
+        full = member_of(groups.full)
         if name == Hierarchical.name:
             relays = member_of(groups.relays) if rank in groups.relays else None
-            transport: Transport = Hierarchical(full, member_of(groups.local_to(rank)), relays, topology)
+            transport: Transport = Hierarchical(full, member_of(groups.local_to(rank)), relays, groups.topology)
         else:
             transport = _OVER_ONE_GROUP[name](full)
         joined.pop_all()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ray_moe.dataplane.ledger import DeviceLaunches, HostSubmissions
 from ray_moe.dataplane.phases import (
     STEP_METADATA,
     ElementBytes,
@@ -38,6 +39,9 @@ TableT = TypeVar("TableT")
 NO_EXPERT = -1
 
 
+_ONE = HostSubmissions(1)
+
+
 @dataclass
 class HostCounters:
     """Two coordinates of execution, neither derived from the other.
@@ -46,11 +50,11 @@ class HostCounters:
     graph's own nodes; None while nothing has counted them.
     """
 
-    host_submissions: int = 0
-    device_launches: int | None = None
+    host_submissions: HostSubmissions = field(default_factory=lambda: HostSubmissions(0))
+    device_launches: DeviceLaunches | None = None
 
-    def add_device_launches(self, counted: int) -> None:
-        self.device_launches = (self.device_launches or 0) + counted
+    def add_device_launches(self, counted: DeviceLaunches) -> None:
+        self.device_launches = counted if self.device_launches is None else self.device_launches + counted
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,7 @@ class Binding(Generic[TableT]):
             raise BindingError(FallbackReason.BUFFER_UNAVAILABLE, f"step {step}: a buffer of {self} has moved")
         validity = self._take_validity(step, hidden_TD.shape[0])
         self._load(hidden_TD, topk_ids_TK, gates_TK)
-        executable.counters.host_submissions += 1
+        executable.counters.host_submissions += _ONE
         rows = body(Launch(self, executable.buffers, validity))
         return self._store(rows, hidden_TD.shape[0])
 

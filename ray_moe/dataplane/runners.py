@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ray_moe.dataplane.block_sparse import INDEX_BYTES, BlockTopology, align_up, topology_indices
 from ray_moe.dataplane.ledger import DESCRIPTOR_BYTES, MatmulFlops, Padding, swiglu_matmul_flops
+from ray_moe.dataplane.precision import aligned_rows
 from ray_moe.dataplane.rows import ExpertRows, MaskedRows, Mode, SegmentedRows, require_mode
 from ray_moe.errors import ConfigError, RunnerError
 from ray_moe.evidence import LogicalBytes, RowSlots
@@ -237,11 +238,10 @@ class BlockSparse:
         return SegmentedRows(topology.scatter(torch.cat(outer)), rows.offsets_S1)
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
-        useful = sum(counts_S)
-        blocked = sum(align_up(count, self.block_rows) for count in counts_S)
+        rows = aligned_rows(counts_S, self.block_rows)
         entries = topology_indices(counts_S, self.block_rows, ffn // self._columns(ffn))
         state = LogicalBytes(entries * INDEX_BYTES)
-        padding = Padding(useful=RowSlots(useful), block_fringe=RowSlots(blocked - useful))
+        padding = Padding(useful=RowSlots(int(rows.useful)), block_fringe=RowSlots(int(rows.waste)))
         return Work(padding, hidden, ffn, state)
 
     def _columns(self, ffn: int) -> int:

@@ -117,7 +117,7 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a peer knows about the model once its trunk is loaded; equal on every peer."""
+    """What a peer knows about the model once its trunk is loaded; equal on every peer. `gate_dtype` by torch's name."""
 
     checkpoint_version: str
     moe_layers: tuple[int, ...]
@@ -125,6 +125,7 @@ class ModelFacts:
     expert_bytes: int
     vocab_size: int
     max_positions: int
+    gate_dtype: str
     trunk_parameters: int
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ray_moe.dataplane.graphs import NO_EXPERT, Binding, Executable, ExecutableShape, HostCounters, Launch
+from ray_moe.dataplane.ledger import DeviceLaunches
 from ray_moe.dataplane.phases import (
     Buckets,
     ControlRatio,
@@ -183,9 +184,9 @@ def test_fl_05h_08_a_launch_is_no_count_of_kernels(binding: Binding[str]) -> Non
     counters = binding.executable.counters
     binding.write_validity(1, (2, 1), (2, 2, 2))
     binding.launch(1, *rows_of(2), doubled)
-    assert (counters.host_submissions, counters.device_launches) == (1, None)
-    counters.add_device_launches(17)
-    assert (counters.host_submissions, counters.device_launches) == (1, 17)
+    assert (int(counters.host_submissions), counters.device_launches) == (1, None)
+    counters.add_device_launches(DeviceLaunches(17))
+    assert (int(counters.host_submissions), counters.device_launches) == (1, DeviceLaunches(17))
 
 
 def test_fl_05h_09_a_control_ratio_is_no_time() -> None:

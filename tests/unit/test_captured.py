@@ -168,7 +168,7 @@ def units(group: ExpertGroup, todo: Sequence[Case], filler: float) -> list[Seen]
                 [tokens for tokens, each in by_tokens(made).items() if int(each.buffers.validity.max()) >= 0],
                 layer.counters.replays,
                 Counter(layer.counters.fallbacks),
-                made.counters.host_submissions,
+                int(made.counters.host_submissions),
                 [each.buffers.addresses() for each in by_tokens(made).values()],
             )
         )

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from pathlib import Path
 
-from ray_moe.actors.bringup import backend_of, handle_abi, phase_backends, topology_of
+import pytest
+import yaml
+
+from ray_moe.actors.bringup import (
+    backend_of,
+    check_choices,
+    groups_of,
+    handle_abi,
+    phase_backends,
+    seats_of,
+    topology_of,
+)
 from ray_moe.comm.join import TRANSPORTS, transport_named
 from ray_moe.comm.solo import SoloGroup
 from ray_moe.config import CONTRACTS, BucketRequest, ClusterConfig
 from ray_moe.dataplane.runners import RUNNERS
 from ray_moe.dataplane.strategies import STRATEGIES
-from ray_moe.errors import ConfigError
+from ray_moe.errors import ConfigError, TopologyError
 from ray_moe.identity import GlobalRank
 from tests.layers import ONE_PEER
 
@@ -85,6 +97,76 @@ def test_nodes_are_rays_own_or_the_labels_that_a_configuration_gives() -> None:
     }
     with pytest.raises(ConfigError, match="node_labels must name the node of each of 4 peers, found 2"):
         config(node_labels=["a", "b"])
+
+
+TOPOLOGIES = Path(__file__).parents[2] / "cluster_configs" / "topologies"
+TWO_NODES = {
+    "version": "two-nodes",
+    "domains": [
+        {"domain_id": "left", "member_ranks": [0, 1], "relay_rank": 1},
+        {"domain_id": "right", "member_ranks": [2, 3]},
+    ],
+    "collective_epoch": 12,
+    "groups": [
+        {"process_group_id": "ep", "kind": "full_expert_parallel", "epoch": 12, "peers": [2, 0, 3, 1]},
+        {"process_group_id": "l", "kind": "node_local", "domain_id": "left", "epoch": 12, "peers": [1, 0]},
+        {"process_group_id": "r", "kind": "node_local", "domain_id": "right", "epoch": 12, "peers": [3, 2]},
+        {"process_group_id": "relays", "kind": "inter_node_relays", "epoch": 12, "peers": [2, 1]},
+    ],
+}
+
+
+def test_a_topology_document_gives_the_groups_their_peer_orders_relays_and_epoch() -> None:
+    chosen = config(topology=TWO_NODES)
+    group, topology = seats_of(chosen, ["somewhere"] * 4)
+    assert (group.epoch, [rank.value for rank in group.peers]) == (12, [2, 0, 3, 1])
+    groups = groups_of(chosen, group, topology)
+    assert [rank.value for rank in groups.local_to(GlobalRank(0)).peers] == [1, 0]
+    assert [rank.value for rank in groups.relays.peers] == [2, 1]
+    assert ClusterConfig.from_yaml(chosen.to_yaml()) == chosen
+    # In another epoch, or without groups of its own, they are derived from the domains.
+    later = dataclasses.replace(group, epoch=13)
+    assert groups_of(chosen, later, topology).epoch == 13
+    bare = config(topology={"version": "t", "domains": TWO_NODES["domains"]})
+    group, topology = seats_of(bare, ["somewhere"] * 4)
+    assert (group.epoch, [rank.value for rank in group.peers]) == (0, [0, 1, 2, 3])
+    assert [rank.value for rank in groups_of(bare, group, topology).relays.peers] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["deepep", "megatron", "sglang", "deepseek_v3", "nvls"])
+def test_a_shipped_topology_is_selected_by_its_path(name: str) -> None:
+    path = TOPOLOGIES / f"{name}.yaml"
+    document = yaml.safe_load(path.read_text())
+    peers = sum(len(domain["member_ranks"]) for domain in document["domains"])
+    assert config(topology=str(path), peers=peers) == config(topology=document, peers=peers)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"topology": "no/such.yaml"}, "topology no/such.yaml: cannot be read"),
+        ({"topology": TWO_NODES, "peers": 3}, r"topology must place ranks 0 to 2, found \[0, 1, 2, 3\]"),
+        ({"topology": TWO_NODES, "node_labels": ["a"] * 4}, "node_labels and topology both say where ranks are"),
+        (
+            {"topology": {**TWO_NODES, "groups": [{**TWO_NODES["groups"][0], "peers": [2, 0]}]}},  # type: ignore[index]
+            "topology: full_group_incomplete",
+        ),
+    ],
+)
+def test_a_topology_that_does_not_fit_is_refused_by_name(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**values)
+
+
+def test_a_path_whose_hardware_is_missing_is_refused_before_anything_is_loaded_on_it() -> None:
+    with pytest.raises(TopologyError, match="capability_missing: symmetric memory of group ep-nvls needs hopper"):
+        check_choices(config(topology=str(TOPOLOGIES / "nvls.yaml")), hidden=128)
+
+
+def test_a_payload_that_makes_rows_larger_is_refused_with_both_sizes() -> None:
+    check_choices(config(payload="fp8_row", dtype="bfloat16"), hidden=5)
+    with pytest.raises(ConfigError, match=r"payload fp8_row makes a row of 3 elements 7 bytes, native 6; .* from 5"):
+        check_choices(config(payload="fp8_row", dtype="bfloat16"), hidden=3)
 
 
 def test_every_transport_runner_and_strategy_of_the_product_can_be_selected_and_shows_in_the_backends() -> None:

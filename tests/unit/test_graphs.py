@@ -21,6 +21,7 @@ from ray_moe.dataplane.graphs import (
     Launch,
     StableBuffers,
 )
+from ray_moe.dataplane.ledger import DeviceLaunches
 from ray_moe.dataplane.phases import ExecutableKey, Replay
 from ray_moe.errors import BindingError, ConfigError, RoutesError
 from tests.layers import untimed
@@ -193,10 +194,10 @@ def test_a_launch_is_one_host_submission_and_says_nothing_about_the_device() -> 
     counters = binding.executable.counters
     for step in range(3):
         run(binding, step, 2)
-    assert (counters.host_submissions, counters.device_launches) == (3, None)
-    counters.add_device_launches(40)
-    counters.add_device_launches(2)
-    assert (counters.host_submissions, counters.device_launches) == (3, 42)
+    assert (int(counters.host_submissions), counters.device_launches) == (3, None)
+    counters.add_device_launches(DeviceLaunches(40))
+    counters.add_device_launches(DeviceLaunches(2))
+    assert (int(counters.host_submissions), counters.device_launches) == (3, DeviceLaunches(42))
 
 
 @pytest.mark.parametrize(

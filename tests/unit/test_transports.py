@@ -28,7 +28,7 @@ from ray_moe.comm.transports import (
 from ray_moe.errors import CollectiveError, CompletionError, ConfigError, RunnerError, StaleHandleError, TopologyError
 from ray_moe.evidence import LogicalBytes
 from ray_moe.identity import GlobalRank
-from ray_moe.topology import Domain, Topology
+from ray_moe.topology import Domain, GroupBinding, GroupKind, Topology, TopologyGroups, derive_groups
 from ray_moe.topology_ledger import FlatLedger, HierarchicalLedger, RouteCounts, compare
 from tests.layers import CPU, ONE_PEER, spec_of
 from tests.peers import TRANSPORTS, Peers, transport_over, two_nodes
@@ -230,23 +230,23 @@ def test_more_rows_than_a_pairs_capacity_are_refused_and_none_is_left_behind() -
 
 def test_an_unknown_transport_or_a_chunk_too_few_is_refused_listing_what_there_is() -> None:
     group, store = SoloGroup(ONE_PEER, GlobalRank(0)), StoreAddress("127.0.0.1", 1)
-    topology = Topology("t", (Domain("node-0", ONE_PEER.peers),))
+    groups = derive_groups(Topology("t", (Domain("node-0", ONE_PEER.peers),)), ONE_PEER)
     for name in NAMES:
-        assert join_transport("tcp", name, ONE_PEER, topology, GlobalRank(0), store, 1.0).name == name
+        assert join_transport("tcp", name, groups, GlobalRank(0), store, 1.0).name == name
     with pytest.raises(ConfigError, match=f"one of {', '.join(NAMES)}, found 'carrier_pigeon'"):
-        join_transport("tcp", "carrier_pigeon", ONE_PEER, topology, GlobalRank(0), store, 1.0)
+        join_transport("tcp", "carrier_pigeon", groups, GlobalRank(0), store, 1.0)
     with pytest.raises(ConfigError, match="all_to_all_v, padded_all_to_all, all_gather_filter, found 'hierarchical'"):
         transport_named("hierarchical", group)
     with pytest.raises(ConfigError, match="transport chunks must be >= 1, found 0"):
         transport_named("all_to_all_v", group, chunks=0)
 
 
-def test_a_topology_that_does_not_own_every_peer_is_refused_before_anybody_joins() -> None:
-    topology = Topology("t", (Domain("node-0", spec_of((0,)).peers),))
-    with pytest.raises(TopologyError):
-        join_transport(
-            "tcp", "hierarchical", spec_of((0, 1)), topology, GlobalRank(0), StoreAddress("127.0.0.1", 1), 1.0
-        )
+def test_a_hierarchy_without_its_groups_is_refused_and_leaves_nothing_joined() -> None:
+    topology, store = Topology("t", (Domain("node-0", ONE_PEER.peers),)), StoreAddress("127.0.0.1", 1)
+    alone = TopologyGroups(topology, 0, (GroupBinding(GroupKind.FULL_EXPERT_PARALLEL, ONE_PEER),))
+    with pytest.raises(TopologyError, match="group_missing: topology t binds no inter_node_relays group"):
+        join_transport("tcp", "hierarchical", alone, GlobalRank(0), store, 1.0)
+    assert join_transport("tcp", "all_to_all_v", alone, GlobalRank(0), store, 1.0).name == "all_to_all_v"
 
 
 def test_parts_of_a_run_follow_one_another() -> None:
