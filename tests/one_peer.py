@@ -16,6 +16,7 @@ from ray_moe.controlplane.solve import balanced, fills, place, pool_capacity
 from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
 from ray_moe.dataplane.layer import LayerCounters
+from ray_moe.dataplane.runners import BLOCK_ROWS
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.engine.blocks import overlap_shared, probe_blocks
 from ray_moe.engine.generation import Backend, GenerationView, build_view
@@ -86,7 +87,10 @@ class OnePeer:
         device: str = "cpu",
         max_prefill_tokens: int = 128,
         num_blocks: int = 128,
+        runner: str = "grouped",
         strategy: str = "bulk",
+        payload: str = "native",
+        block_rows: int = BLOCK_ROWS,
         buckets: Sequence[DecodeBucket] = (),
     ) -> None:
         self.checkpoint = Checkpoint(folder)
@@ -102,9 +106,11 @@ class OnePeer:
             self.checkpoint.moe_layers, self._capacity, self.checkpoint.layout, dtype=torch.float32, device=device
         )
         group = SoloGroup(GROUP, RANK)
+        self._payload = payload
         self.blocks = probe_blocks(self.trunk)
         self.backend = Backend(
-            transport_named("all_to_all_v", group), "grouped", "token_hash", strategy_named(strategy), self.blocks,
+            transport_named("all_to_all_v", group), runner, "token_hash", strategy_named(strategy), self.blocks,
+            block_rows=block_rows,
             executables=Executables(buckets, torch.device(device)) if buckets else None,
         )  # fmt: skip
         self.counters = {layer: LayerCounters() for layer in self.checkpoint.moe_layers}
@@ -154,7 +160,7 @@ class OnePeer:
         }
         self._placed = candidate.with_digests(digests)
         lease = Lease(generation, "rank-0", generation, 0)
-        header = HandleHeader.grant(lease, self._placed, HandleABI())
+        header = HandleHeader.grant(lease, self._placed, HandleABI(payload_format=self._payload))
         return build_view(lease, header, self._placed, RANK, self.trunk, self.pool, self.backend, self.counters)
 
     def _run(self) -> None:

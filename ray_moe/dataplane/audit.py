@@ -91,7 +91,7 @@ def _check_one(handle: DispatchHandle, slots: SlotMap, at_N: Tensor, mine: int) 
         and tuple(map(sum, handle.recv_counts_PS)) == handle.recv_counts_P
         and _destinations(handle, slots) == list(handle.send_counts_P),
         "inverse route": handle.order_N.numel() < handle.route_count
-        or torch.equal(permute(handle.order_N, handle.inverse_N), torch.arange(handle.route_count)),
+        or torch.equal(permute(handle.order_N, handle.inverse_N), _counting(handle.route_count, at_N)),
         "local slot offset": handle.expert_offsets_S1 == tuple(accumulate(received_S, initial=0)),
         "local slot order": torch.equal(
             handle.expert_order_R, expert_order(handle.recv_counts_PS, handle.order_N.device)
@@ -158,6 +158,10 @@ def _segments(handle: DispatchHandle, slots: SlotMap) -> Tensor:
     start, end = slots.peer_bounds_P1[slots.my_peer], slots.peer_bounds_P1[slots.my_peer + 1]
     rows_S = torch.tensor(handle.expert_offsets_S1, device=handle.order_N.device).diff()
     return torch.arange(start, end, device=handle.order_N.device).repeat_interleave(rows_S)
+
+
+def _counting(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
 
 
 def _refusal(

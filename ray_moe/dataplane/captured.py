@@ -164,7 +164,8 @@ class CapturedDecode:
     def admit(self, phase: Phase, layouts: Sequence[Layout], top_k: int) -> Decision:
         """Replay or fallback, the same on every peer. Raises `RoutesError` for counts that no unit can have.
 
-        A unit in several batches falls back: an executable is built for one plan and one sum.
+        A unit in several batches falls back: an executable is built for one plan and one sum. Whether a buffer has
+        moved is one peer's own affair: alone it falls back; with others, which replay all the same, its launch refuses.
         """
         if len(layouts) > 1:
             return Fallback(FallbackReason.KEY_MISMATCH)
@@ -174,7 +175,7 @@ class CapturedDecode:
             self._scope,
             [routes // top_k for routes in layout.routes_P],
             layout.slot_rows_S,
-            lambda executable_id: self._bindings[executable_id].executable.buffers_ready,
+            lambda executable_id: len(layout.routes_P) > 1 or self._bindings[executable_id].executable.buffers_ready,
         )
 
     def account(self, phase: Phase, layouts: Sequence[Layout], host_submissions: int) -> UnitAccount:
@@ -205,7 +206,8 @@ class CapturedDecode:
     ) -> Tensor:
         """Launch the admitted executable for invocation `number`; `run(path, hidden_TD)` is the layer over its buffers.
 
-        Raises `BindingError` when the cell holds another generation, or the validity is not this invocation's.
+        Raises `BindingError` when the cell holds another generation, the validity is not this invocation's, or a buffer
+        has moved.
         """
         binding = self._bindings[decision.executable_id]
         binding.write_validity(number, [count // routes.top_k for count in layout.routes_P], layout.slot_rows_S)

@@ -27,8 +27,12 @@ from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccoun
 from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
 from ray_moe.dataplane.policies import ReplicaPolicy
 from ray_moe.dataplane.runners import LayerWeights
+from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.errors import ConfigError, RoutesError, StaleHandleError
 from ray_moe.routes import Routes
+
+
+_WHOLE = strategy_named("bulk")
 
 
 @dataclass
@@ -127,7 +131,8 @@ class ExpertLayer:
         flight.
         """
         sealed = routes.seal() if invocation.audit else None
-        batches = self._batches(routes)
+        eager = self._eager_path(invocation.unit)
+        batches = _batches(routes, eager.strategy.batches)
         plans = self._plan(hidden_TD, batches, invocation)
         number = invocation.number(self.slots.layer)
         record = layout_record(plans, self.header.digest64, number)
@@ -142,27 +147,17 @@ class ExpertLayer:
         if self.captured is not None and isinstance(decision, Replay):
             out_TD = self.captured.replay(decision, number, hidden_TD, routes, layouts[0], run)
         else:
-            out_TD = run(self.path, hidden_TD)
+            out_TD = run(eager, hidden_TD)
         if sealed is not None:
             routes.verify(sealed)
             self.counters.audited += 1
         return out_TD
 
-    def _batches(self, routes: Routes) -> list[Routes]:
-        """The unit's tokens as the strategy takes them; all peers cut as many batches, empty ones too."""
-        parts = self.path.strategy.batches
-        if parts == 1:
-            return [routes]
-        spans = [chunk_span(routes.num_tokens, (index, parts)) for index in range(parts)]
-        return [
-            replace(
-                routes,
-                topk_ids=routes.topk_ids[start:end],
-                topk_weights=routes.topk_weights[start:end],
-                first_route_id=routes.first_route_id + start * routes.top_k,
-            )
-            for start, end in spans
-        ]
+    def _eager_path(self, unit: Phase) -> Path:
+        """An executable takes a unit whole: with executables a decode unit is planned whole, replayed or not."""
+        if self.captured is None or unit != "decode" or self.path.strategy.batches == 1:
+            return self.path
+        return replace(self.path, strategy=_WHOLE)
 
     def _plan(self, hidden_TD: Tensor, batches: Sequence[Routes], invocation: Invocation) -> list[Plan]:
         try:
@@ -246,3 +241,19 @@ class ExpertLayer:
         counters.rows_sent += sum(sent_P) - sent_P[mine]
         counters.rows_received += sum(received_P) - received_P[mine]
         counters.peak_live_bytes = max(counters.peak_live_bytes, int(handle.completion.peak_bytes))
+
+
+def _batches(routes: Routes, parts: int) -> list[Routes]:
+    """The unit's tokens as its strategy takes them; all peers cut as many batches, empty ones too."""
+    if parts == 1:
+        return [routes]
+    spans = [chunk_span(routes.num_tokens, (index, parts)) for index in range(parts)]
+    return [
+        replace(
+            routes,
+            topk_ids=routes.topk_ids[start:end],
+            topk_weights=routes.topk_weights[start:end],
+            first_route_id=routes.first_route_id + start * routes.top_k,
+        )
+        for start, end in spans
+    ]

@@ -18,11 +18,12 @@ from ray_moe.comm.solo import SoloGroup
 from ray_moe.dataplane.captured import CapturedDecode, DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI
 from ray_moe.dataplane.layer import ExpertLayer, Invocation
-from ray_moe.dataplane.phases import FallbackReason, Phase
-from ray_moe.dataplane.plan import make_plan
+from ray_moe.dataplane.phases import Fallback, FallbackReason, Phase, Replay
+from ray_moe.dataplane.plan import agree_layouts, layout_record, make_plan
 from ray_moe.dataplane.policies import policy_named
 from ray_moe.dataplane.runners import Grouped
-from ray_moe.errors import BindingError, ConfigError, RoutesError
+from ray_moe.dataplane.strategies import STRATEGIES
+from ray_moe.errors import BindingError, CollectiveError, ConfigError, RoutesError
 from ray_moe.identity import GlobalRank
 from ray_moe.placement import PlacementSnapshot
 from ray_moe.routes import Routes
@@ -38,9 +39,9 @@ from tests.layers import (
     slot_map,
     spec_of,
 )
-from tests.peers import Peers, peers, transport_over
+from tests.peers import Peers, peers, peers_of_each_kind, transport_over
 
-__all__ = ["peers"]
+__all__ = ["peers", "peers_of_each_kind"]
 
 EXPERTS, TOP_K, HIDDEN, FFN = 6, 2, 8, 5
 HOMES = {
@@ -260,24 +261,33 @@ def test_an_executable_speaks_the_abi_of_its_generation(peers: Peers, abi: Handl
         assert replays == 1
 
 
-def in_batches(group: ExpertGroup, strategy: str) -> tuple[list[Tensor], int, Counter[str]]:
+def under_a_strategy(group: ExpertGroup, strategy: str, todo: Sequence[Case]) -> tuple[list[Tensor], int, Counter[str]]:
     layer = layer_with(group, executables(), strategy=strategy)
     outs = [
-        layer.forward(*case.of(group.peer_slot), Invocation(step, "decode", audit=True))
-        for step, case in enumerate((Case((2, 1, 0)), Case((0, 1, 0))))
+        layer.forward(*case.of(group.peer_slot), Invocation(step, case.unit, audit=True))
+        for step, case in enumerate(todo)
     ]
     return outs, layer.counters.replays, layer.counters.fallbacks
 
 
-@pytest.mark.parametrize("strategy", ["chunk_pipeline", "shared_path", "microbatch_pipeline"])
-def test_units_of_one_plan_replay_under_any_strategy_and_units_in_batches_fall_back(
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_under_any_strategy_decode_units_replay_whole_and_others_take_the_strategys_path(
     peers: Peers, strategy: str
 ) -> None:
-    whole = strategy != "microbatch_pipeline"
-    for peer, (outs, replays, fallbacks) in enumerate(peers.run(in_batches, strategy, ranks=ORDERS[3])):
-        for out, case in zip(outs, (Case((2, 1, 0)), Case((0, 1, 0))), strict=True):
-            torch.testing.assert_close(out, weights().dense(*case.of(peer)), **FP32)
-        assert (replays, fallbacks) == ((2, {}) if whole else (0, {FallbackReason.KEY_MISMATCH: 2}))
+    todo = (Case((2, 1, 0)), Case((0, 1, 0)), Case((5, 1, 0)), Case((5, 1, 0), "prefill"), Case((1, 0, 2)))
+    for peer, (outs, replays, fallbacks) in enumerate(peers.run(under_a_strategy, strategy, todo, ranks=ORDERS[3])):
+        for out, case in zip(outs, todo, strict=True):
+            torch.testing.assert_close(out, weights().dense(*case.of(peer)), **FP32, msg=named(case))
+        assert (replays, fallbacks) == (3, {FallbackReason.RANK_TOKEN_CAPACITY: 1})
+
+
+def test_an_executable_takes_no_unit_in_batches() -> None:
+    layer = layer_with(solo(), executables())
+    plan = make_plan(Case((2,)).of(0)[1], layer.slots, layer.policy)
+    layouts = agree_layouts(layout_record([plan, plan], 0, 0)[None], layer.slots, 2)
+    whole = captured_of(layer).admit("decode", layouts[:1], TOP_K)
+    assert whole == Replay("decode.bucket2.v1")
+    assert captured_of(layer).admit("decode", layouts, TOP_K) == Fallback(FallbackReason.KEY_MISMATCH)
 
 
 # -- Generations
@@ -421,6 +431,26 @@ def test_a_replay_that_fails_leaves_the_executable_usable_and_holds_nothing() ->
     for executable in by_tokens(made).values():
         executable.deactivate()
     captured_of(layer).free()
+
+
+def one_has_a_moved_buffer(group: ExpertGroup) -> tuple[str, str, Counter[str]]:
+    made = executables()
+    layer = layer_with(group, made)
+    if group.peer_slot == 1:
+        for executable in by_tokens(made).values():
+            executable.buffers.hidden.set_(executable.buffers.hidden.clone())
+    with pytest.raises((BindingError, CollectiveError)) as caught:
+        layer.forward(*Case((2, 1, 1)).of(group.peer_slot), Invocation(0, "decode"))
+    return type(caught.value).__name__, str(caught.value), layer.counters.fallbacks  # leaving closes the group
+
+
+def test_a_peer_whose_buffer_moved_says_so_and_never_takes_another_path_than_the_others(
+    peers_of_each_kind: Peers,
+) -> None:
+    answers = peers_of_each_kind.run(one_has_a_moved_buffer, ranks=ORDERS[3])
+    assert [name for name, _, _ in answers] == ["CollectiveError", "BindingError", "CollectiveError"]
+    assert "stable_buffer_unavailable" in answers[1][1]
+    assert all(fallbacks == {} for _, _, fallbacks in answers)
 
 
 def test_gates_of_another_dtype_than_the_executables_are_refused_by_name() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ray_moe.dataplane.captured import DecodeBucket
 from ray_moe.engine.loop import LOOP_TABLE, EngineLoop, LoopState
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
@@ -30,7 +31,7 @@ def submit_all(peer: OnePeer, params: SamplingParams = GREEDY) -> None:
         peer.loop.submit(Request(name, prompt, params))
 
 
-@pytest.mark.parametrize(
+ON_BOTH = pytest.mark.parametrize(
     "device",
     [
         "cpu",
@@ -39,6 +40,36 @@ def submit_all(peer: OnePeer, params: SamplingParams = GREEDY) -> None:
         ),
     ],
 )
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("runner", "strategy", "payload"),
+    [
+        ("block_sparse", "shared_path", "native"),
+        ("masked_decode", "chunk_pipeline", "native"),
+        ("capacity_padded", "microbatch_pipeline", "native"),
+        ("grouped", "bulk", "fp8_block"),
+    ],
+)
+def test_every_runner_strategy_and_decode_executable_runs_on_every_device(
+    family_dir: Callable[..., Path], runner: str, strategy: str, payload: str, device: str
+) -> None:
+    folder, buckets = family_dir("qwen2_moe"), [DecodeBucket(2, 4), DecodeBucket(8, 16)]
+    with OnePeer(
+        folder, device=device, runner=runner, strategy=strategy, payload=payload, buckets=buckets, block_rows=4
+    ) as peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    assert peer.raised is None
+    assert all(counters.replays and counters.audited == counters.invocations for counters in peer.counters.values())
+    for name, prompt in PROMPTS.items():
+        assert len(peer.outlet.tokens(name)) == GREEDY.max_tokens
+        if payload == "native":
+            assert Reference(folder).near_ties(prompt, tuple(peer.outlet.tokens(name))) == 0
+
+
+@ON_BOTH
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_one_peer_gives_the_tokens_of_transformers(family_dir: Callable[..., Path], family: str, device: str) -> None:
     folder = family_dir(family)
