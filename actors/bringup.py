@@ -129,6 +129,7 @@ def handle_abi(config: ClusterConfig) -> HandleABI:
         return_dtype=config.dtype,
         gate_location=config.gate_location,
         payload_format=config.payload,
+        exchange="; ".join(f"{phase}: {backend}" for phase, backend in phase_backends(config)),
     )
 
 

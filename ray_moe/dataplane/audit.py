@@ -29,8 +29,8 @@ def audit(handles: Sequence[DispatchHandle], plans: Sequence[Plan], slots: SlotM
 
     All peers take part. Raises `HandleError` naming the handle and what is wrong with it.
     """
+    check_lifetimes(handles)
     for handle in handles:
-        check_lifetimes(handle)
         trace_routes(handle, slots, transport)
     per_plan = len(handles) // len(plans)
     for index in range(len(plans)):
@@ -107,23 +107,25 @@ def _destinations(handle: DispatchHandle, slots: SlotMap) -> list[int]:
     return torch.bincount(peers_n, minlength=slots.num_peers).tolist()
 
 
-def check_lifetimes(handle: DispatchHandle) -> list[Buffer]:
-    """The invocation's events came in their order, and no buffer ended before its last reader (0x03D4, 0x03D5).
+def check_lifetimes(handles: Sequence[DispatchHandle]) -> list[Buffer]:
+    """The events of each handle came in their order, and no buffer ended before its last reader (0x03D4, 0x03D5).
 
-    Returns its buffers. An account of its own beside what refused on the way; the handle itself is still held. Raises
-    `CompletionError`, and `HandleError` when the peak of the buffers is not what was counted.
+    Returns all buffers of the invocation. An account of its own beside what refused on the way; the handles themselves
+    are still held. Raises `CompletionError`, and `HandleError` when the buffers' peak is not what was counted.
     """
-    done = handle.completion
-    lives = done.lives()
-    end = max(life.until for life in lives)
-    epochs = {**done.epochs, Event.HANDLE_RELEASED: end}
-    check_events(EVENTS, epochs)
-    buffers = [Buffer(life.name, LiveBytes(life.nbytes), life.since, life.until, life.last_reader) for life in lives]
-    check_buffers(buffers, epochs)
-    if peak(buffers)[0] != done.peak_bytes:
+    buffers: list[Buffer] = []
+    for handle in handles:
+        lives = handle.completion.lives()
+        epochs = {**handle.completion.epochs, Event.HANDLE_RELEASED: max(life.until for life in lives)}
+        check_events(EVENTS, epochs)
+        own = [Buffer(life.name, LiveBytes(life.nbytes), life.since, life.until, life.last_reader) for life in lives]
+        check_buffers(own, epochs)
+        buffers += own
+    counted = handles[0].completion.peak_bytes
+    if peak(buffers)[0] != counted:
         raise HandleError(
-            f"handle {handle.handle_id}: its buffers hold {peak(buffers)[0].value} bytes at most, "
-            f"{done.peak_bytes.value} were counted"
+            f"handle {handles[0].handle_id}: the invocation's buffers hold {peak(buffers)[0].value} bytes at most, "
+            f"{counted.value} were counted"
         )
     return buffers
 

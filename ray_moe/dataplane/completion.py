@@ -132,24 +132,33 @@ class Life(NamedTuple):
     last_reader: Event
 
 
+class Meter:
+    """What the completions of one invocation hold together: bytes now, the most at once, and one clock for them all."""
+
+    __slots__ = ("live", "peak", "tick")
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.tick = 0
+
+
 class Completion:
     """One invocation's events, and the buffers that its readers still need.
 
     Completing an event releases nothing: the owner of a buffer releases it, and is refused while a reader may be
     running. One is made for every invocation of every layer, so its state is one integer and one dict. It belongs to
-    the thread that runs the invocation. `handle_id` names the invocation in every error.
+    the thread that runs the invocation. `handle_id` names the invocation in every error. An invocation in several
+    handles gives them one `meter`, so that what they hold side by side is counted together.
     """
 
-    __slots__ = ("_complete", "_held", "_live", "_lives", "_peak", "_tick", "epochs", "handle_id")
+    __slots__ = ("_complete", "_held", "_lives", "epochs", "handle_id", "meter")
 
-    def __init__(self, handle_id: str) -> None:
+    def __init__(self, handle_id: str, meter: Meter | None = None) -> None:
         self.handle_id = handle_id
         self._complete = 0
         # name -> (bytes, last reader's event, what gives it back, when it was declared)
         self._held: dict[str, tuple[int, Event, Callable[[], None] | None, int]] = {}
-        self._live = self._peak = 0
+        self.meter = meter if meter is not None else Meter()
         # What has happened, each with a number of its own: for audits.
-        self._tick = 0
         self.epochs: dict[Event, int] = {}
         self._lives: list[Life] = []
 
@@ -163,8 +172,8 @@ class Completion:
         if self._complete & looked_at != needed:
             raise self._refusal(event)
         self._complete |= bit
-        self._tick += 1
-        self.epochs[event] = self._tick
+        self.meter.tick += 1
+        self.epochs[event] = self.meter.tick
 
     def is_complete(self, event: Event) -> bool:
         """Whether `event` has happened; abandoning changes nothing about the past."""
@@ -196,11 +205,12 @@ class Completion:
             )
         if nbytes < 0:
             raise EvidenceError(f"invocation {self.handle_id}: buffer {name!r} must have >= 0 bytes, found {nbytes}")
-        self._tick += 1
-        self._held[name] = (nbytes, until, give_back, self._tick)
-        self._live += nbytes
-        if self._live > self._peak:
-            self._peak = self._live
+        meter = self.meter
+        meter.tick += 1
+        meter.live += nbytes
+        if meter.live > meter.peak:
+            meter.peak = meter.live
+        self._held[name] = (nbytes, until, give_back, meter.tick)
 
     def release(self, name: str) -> None:
         """End the life of a held buffer and give it back.
@@ -218,21 +228,23 @@ class Completion:
                 f"invocation {self.handle_id}: buffer {name!r} has readers until {until}, which is not complete",
             )
         del self._held[name]
-        self._live -= nbytes
-        self._tick += 1
-        self._lives.append(Life(name, nbytes, since, self._tick, until))
+        self.meter.live -= nbytes
+        self.meter.tick += 1
+        self._lives.append(Life(name, nbytes, since, self.meter.tick, until))
         if give_back is not None:
             give_back()
 
     def lives(self) -> list[Life]:
         """Every buffer so far; one that is still held lives until now."""
-        held = [Life(name, size, since, self._tick + 1, until) for name, (size, until, _, since) in self._held.items()]
+        held = [
+            Life(name, size, since, self.meter.tick + 1, until) for name, (size, until, _, since) in self._held.items()
+        ]
         return [*self._lives, *held]
 
     @property
     def peak_bytes(self) -> LiveBytes:
-        """The most that was held at once, so far."""
-        return LiveBytes(self._peak)
+        """The most that was held at once, so far, by all completions of the meter."""
+        return LiveBytes(self.meter.peak)
 
     def abandon(self) -> None:
         """Give everything back whatever was complete, once: of a broken epoch nothing will ever complete it.
@@ -241,7 +253,8 @@ class Completion:
         given back even when giving one back raises; the error comes out at the end.
         """
         self._complete |= _ABANDONED
-        held, self._held, self._live = self._held, {}, 0
+        held, self._held = self._held, {}
+        self.meter.live -= sum(nbytes for nbytes, _, _, _ in held.values())
         with ExitStack() as stack:
             for _, _, give_back, _ in held.values():
                 if give_back is not None:

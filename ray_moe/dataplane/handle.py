@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ray_moe.comm.transports import nothing_crosses
-from ray_moe.dataplane.completion import Completion, Event
+from ray_moe.dataplane.completion import Completion, Event, Meter
 from ray_moe.dataplane.plan import Layout, Plan, expert_order
 from ray_moe.dataplane.precision import codec_named, gate_location_named
 from ray_moe.dataplane.rows import Mode
@@ -79,7 +79,8 @@ class Lifetime:
 class HandleABI:
     """What the two ends of an exchange must agree on beyond shapes: what is on the wire and who applies the gate.
 
-    `payload_format` is how dispatch represents rows of `payload_dtype` (`precision.codec_named`). Raises `ConfigError`
+    `payload_format` is how dispatch represents rows of `payload_dtype` (`precision.codec_named`), `exchange` names what
+    carries them and in which order: peers that differ in it would run other collectives. Raises `ConfigError`
     for a dtype that torch does not have, an unknown format, and another gate location than `origin` or `expert`.
     """
 
@@ -87,6 +88,7 @@ class HandleABI:
     return_dtype: str = "float32"
     gate_location: str = "origin"
     payload_format: str = "native"
+    exchange: str = ""
     handle_version: str = "ray_moe.handle/1"
 
     def __post_init__(self) -> None:
@@ -180,19 +182,20 @@ class HandleHeader:
         *,
         mode: Mode = Mode.NORMAL,
         order_N: Tensor | None = None,
+        meter: Meter | None = None,
         semantic_digest: str | None = None,
     ) -> DispatchHandle:
         """The handle of one invocation: this header, the plan's tensors, and the layout that all peers agreed on.
 
         `mode` types the handle: only a dispatcher of that mode takes it. `order_N` is given for a chunk of the plan's
-        rows, whose layout then is `layout`. Leaves the invocation in DISPATCH_METADATA_READY. Raises `StaleHandleError`
-        when the plan was made under another generation.
+        rows, whose layout then is `layout`; the handles of one invocation share a `meter`. Leaves the invocation in
+        DISPATCH_METADATA_READY. Raises `StaleHandleError` when the plan was made under another generation.
         """
         if plan.generation != self.generation:
             raise StaleHandleError(f"plan of generation {plan.generation} cannot bind to a lease of {self.generation}")
         lifetime = self.lifetime(step, unit, layer, chunk)
         lifetime.advance("plan")
-        completion = Completion(lifetime.handle_id)
+        completion = Completion(lifetime.handle_id, meter)
         completion.complete(Event.ROUTE_READY)
         order_N = plan.order_N if order_N is None else order_N
         held = plan.physical_slot_N.nbytes + order_N.nbytes + plan.routes.topk_weights.nbytes

@@ -31,7 +31,6 @@ from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.errors import ConfigError, RoutesError, StaleHandleError
 from ray_moe.routes import Routes
 
-
 _WHOLE = strategy_named("bulk")
 
 

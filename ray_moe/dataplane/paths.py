@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.chunks import in_chunks
-from ray_moe.dataplane.completion import Event, StagingPool
+from ray_moe.dataplane.completion import Event, Meter, StagingPool
 from ray_moe.dataplane.dispatch import Dispatcher, weighted_sum
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
 from ray_moe.dataplane.plan import Layout, Plan
@@ -51,6 +51,7 @@ class Path:
     ) -> list[DispatchHandle]:
         """One handle for each batch, or for each chunk of the one batch; `coordinates` are (step, unit, layer)."""
         handles: list[DispatchHandle] = []
+        meter = Meter()
         for plan, layout in zip(plans, layouts, strict=True):
             for chunk in in_chunks(plan, layout, self.strategy.chunks, mine):
                 handles.append(
@@ -61,6 +62,7 @@ class Path:
                         chunk.layout,
                         mode=self.mode,
                         order_N=chunk.order_N,
+                        meter=meter,
                         semantic_digest=sealed,
                     )
                 )

@@ -58,6 +58,7 @@ ABI = {
     "return_dtype": "bfloat16",
     "gate_location": "expert",
     "payload_format": "fp8_row",
+    "exchange": "tcp+hierarchical",
     "handle_version": "ray_moe.handle/2",
 }
 
