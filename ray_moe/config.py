@@ -139,7 +139,10 @@ class ClusterConfig(Manifest):
     group: Literal["tcp", "gloo"] = "tcp"
     transport: Literal["all_to_all_v", "padded_all_to_all", "all_gather_filter", "hierarchical"] = "all_to_all_v"
     transport_chunks: Positive = 1
-    node_labels: AsTuple[Annotated[str, Field(min_length=1)]] = ()
+    node_labels: Annotated[
+        AsTuple[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda given: _labels(given) if isinstance(given, str) else given),
+    ] = ()
     topology: Annotated[
         RuntimeTopology | TopologyManifest | None,
         BeforeValidator(lambda given: _document_at(given) if isinstance(given, str) else given),
@@ -204,6 +207,11 @@ class ClusterConfig(Manifest):
         if self.peers > 1 and self.device == "cuda":
             raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
         return self
+
+
+def _labels(text: str) -> tuple[str, ...]:
+    """ "a,a,b,b" as labels; an empty text gives none."""
+    return tuple(label.strip() for label in text.split(",")) if text.strip() else ()
 
 
 def _document_at(path: str) -> object:

@@ -183,11 +183,14 @@ def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: 
 def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tuple[dict[str, Any], Record]:
     from ray_moe import cluster as clusters
 
+    port = config.port or free_ports(1)[0]
+    if http:
+        serve_app().check_address(config.host, port)  # before minutes of loading
     out.say(f"starting {config.peers} peers")
     with out.loading() as draw:
         cluster = clusters.start(config, on_progress=draw)
     try:
-        url = _serve_http(config) if http else None
+        url = _serve_http(config, port) if http else None
         found = cluster.status()
     except BaseException:
         cluster.stop()
@@ -208,9 +211,8 @@ def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tu
     return document, started
 
 
-def _serve_http(config: ClusterConfig) -> str:
+def _serve_http(config: ClusterConfig, port: int) -> str:
     app = serve_app()
-    port = config.port or free_ports(1)[0]
     app.run(config.name, host=config.host, port=port, seconds=config.start_deadline_s)
     host = _WILDCARDS.get(config.host, config.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

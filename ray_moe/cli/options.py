@@ -83,7 +83,9 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--set takes FIELD=VALUE, for example transport=hierarchical; found {text!r}")
         if field.strip() in found:
             raise ConfigError(f"--set gives {field.strip()} twice")
-        found[field.strip()] = read_yaml(value, f"--set {field.strip()}")
+        # To YAML 0x1 is a number, to us a bucket.
+        bucket = field.strip() == "decode_buckets"
+        found[field.strip()] = value if bucket else read_yaml(value, f"--set {field.strip()}")
     return found
 
 

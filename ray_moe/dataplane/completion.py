@@ -132,7 +132,7 @@ class Life(NamedTuple):
     last_reader: Event
 
 
-class Meter:
+class LiveMeter:
     """What the completions of one invocation hold together: bytes now, the most at once, and one clock for them all."""
 
     __slots__ = ("live", "peak", "tick")
@@ -152,12 +152,12 @@ class Completion:
 
     __slots__ = ("_complete", "_held", "_lives", "epochs", "handle_id", "meter")
 
-    def __init__(self, handle_id: str, meter: Meter | None = None) -> None:
+    def __init__(self, handle_id: str, meter: LiveMeter | None = None) -> None:
         self.handle_id = handle_id
         self._complete = 0
         # name -> (bytes, last reader's event, what gives it back, when it was declared)
         self._held: dict[str, tuple[int, Event, Callable[[], None] | None, int]] = {}
-        self.meter = meter if meter is not None else Meter()
+        self.meter = meter if meter is not None else LiveMeter()
         # What has happened, each with a number of its own: for audits.
         self.epochs: dict[Event, int] = {}
         self._lives: list[Life] = []

@@ -36,12 +36,12 @@ class Stage(Enum):
 
 
 # stage -> {operation: next}. A dispatcher's fields hold the inverse of what is in flight, so a second dispatch before
-# the combine would overwrite what the first one needs (0x06C). `reset` is ours: an abandoned handle frees its seat.
+# the combine would overwrite what the first one needs (0x06C).
 STAGES: dict[Stage, dict[str, Stage]] = {
-    Stage.INITIAL: {"dispatch_a": Stage.AFTER_DISPATCH_A, "reset": Stage.INITIAL},
-    Stage.AFTER_DISPATCH_A: {"dispatch_b": Stage.AFTER_DISPATCH_B, "reset": Stage.INITIAL},
-    Stage.AFTER_DISPATCH_B: {"combine_a": Stage.AFTER_COMBINE_A, "reset": Stage.INITIAL},
-    Stage.AFTER_COMBINE_A: {"combine_b": Stage.INITIAL, "reset": Stage.INITIAL},
+    Stage.INITIAL: {"dispatch_a": Stage.AFTER_DISPATCH_A},
+    Stage.AFTER_DISPATCH_A: {"dispatch_b": Stage.AFTER_DISPATCH_B},
+    Stage.AFTER_DISPATCH_B: {"combine_a": Stage.AFTER_COMBINE_A},
+    Stage.AFTER_COMBINE_A: {"combine_b": Stage.INITIAL},
 }
 
 SEND, RECEIVE, INPUT = "packed_send_payload", "source_major_receive", "local_expert_input"
@@ -193,11 +193,6 @@ class Dispatcher:
         returned_nD = self.combine_b()
         assert handle is not None
         return weighted_sum([(handle, returned_nD)])
-
-    def reset(self) -> None:
-        """Free the seat of a handle that was abandoned."""
-        self.stage = self._following("reset")
-        self._handle = self._exchange = self._gates = self._gates_R1 = None
 
     # ---- details ----
 

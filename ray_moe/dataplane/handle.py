@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ray_moe.comm.transports import nothing_crosses
-from ray_moe.dataplane.completion import Completion, Event, Meter
+from ray_moe.dataplane.completion import Completion, Event, LiveMeter
 from ray_moe.dataplane.plan import Layout, Plan, expert_order
 from ray_moe.dataplane.precision import codec_named, gate_location_named
 from ray_moe.dataplane.rows import Mode
@@ -182,7 +182,7 @@ class HandleHeader:
         *,
         mode: Mode = Mode.NORMAL,
         order_N: Tensor | None = None,
-        meter: Meter | None = None,
+        meter: LiveMeter | None = None,
         semantic_digest: str | None = None,
     ) -> DispatchHandle:
         """The handle of one invocation: this header, the plan's tensors, and the layout that all peers agreed on.

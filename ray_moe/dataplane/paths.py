@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.chunks import in_chunks
-from ray_moe.dataplane.completion import Event, Meter, StagingPool
+from ray_moe.dataplane.completion import Event, LiveMeter, StagingPool
 from ray_moe.dataplane.dispatch import Dispatcher, weighted_sum
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
 from ray_moe.dataplane.plan import Layout, Plan
@@ -51,7 +51,7 @@ class Path:
     ) -> list[DispatchHandle]:
         """One handle for each batch, or for each chunk of the one batch; `coordinates` are (step, unit, layer)."""
         handles: list[DispatchHandle] = []
-        meter = Meter()
+        meter = LiveMeter()
         for plan, layout in zip(plans, layouts, strict=True):
             for chunk in in_chunks(plan, layout, self.strategy.chunks, mine):
                 handles.append(
@@ -106,7 +106,7 @@ class _Run:
         return self._sums[0] if len(self._sums) == 1 else torch.cat(self._sums)
 
     def _plan(self, index: int) -> None:
-        """All batches are planned before: their counts travel in one exchange."""
+        """Nothing is left to do: the layer has planned all batches, since their counts travel in one exchange."""
 
     def _pack(self, index: int) -> None:
         batch = index if len(self._hidden) > 1 else 0

@@ -61,11 +61,7 @@ def run(cluster_name: str, *, host: str, port: int, model_name: str | None = Non
     """
     deadline = Deadline(seconds)
     connect(cluster_name).directory()
-    # HTTP options of a Serve that runs already are not ours to change.
-    if serve.status().proxies:
-        _require_open(host, port)
-    else:
-        _require_free(host, port)
+    check_address(host, port)
     application = _application(cluster_name)
     try:
         # No request_timeout_s: a generation may last as long as tokens keep coming; the wait for each of them has the
@@ -81,6 +77,15 @@ def run(cluster_name: str, *, host: str, port: int, model_name: str | None = Non
     except BaseException:
         shutdown(cluster_name)
         raise
+
+
+def check_address(host: str, port: int) -> None:
+    """`ConfigError` when Ray Serve cannot, or does not, listen there: all applications of a Ray share one address."""
+    # HTTP options of a Serve that runs already are not ours to change.
+    if serve.status().proxies:
+        _require_open(host, port)
+    else:
+        _require_free(host, port)
 
 
 def shutdown(cluster_name: str | None = None) -> None:
@@ -113,7 +118,8 @@ def _require_open(host: str, port: int) -> None:
         socket.create_connection((_WILDCARDS.get(host, host), port), timeout=5).close()
     except OSError as error:
         raise ConfigError(
-            f"Ray Serve runs already, and not on {host}:{port} ({error}); use its address, or shut it down first"
+            f"Ray Serve runs on this Ray already, and not on {host}:{port} ({error}); "
+            "name its address, or leave HTTP out"
         ) from error
 
 

@@ -62,7 +62,7 @@ def test_fewer_peers_give_the_reference_tokens_too(lab: Lab, peers: int) -> None
         Cell("qwen2_moe", 4, True, "hierarchical", "block_sparse", strategy="shared_path"),
         Cell("deepseek_v3", 4, True, "padded_all_to_all", "masked_decode", strategy="chunk_pipeline"),
         Cell("mixtral", 4, True, "all_gather_filter", strategy="microbatch_pipeline", gate_location="expert", chunks=2),
-        Cell(TINY_MOE, 4, True, decode_buckets="1x3,3x12"),
+        Cell(TINY_MOE, 4, True, decode_buckets="1x3,2x5"),
     ],
     ids=str,
 )
@@ -113,7 +113,7 @@ def test_the_reference_tokens_tell_experts_apart(lab: Lab, model: str) -> None:
 def test_every_cell_gives_the_reference_tokens(lab: Lab, cell: Cell) -> None:
     rows = lab.run(cell)
     assert (sum(row.preemptions for row in rows) > 0) == (cell.kv_blocks == SCARCE_BLOCKS)
-    # With buckets, prompts one after another always fit, and several at once now and then do not.
+    # With buckets, prompts one after another always fit, and several at once do not while all of them run.
     assert all((row.replays > 0) == bool(cell.decode_buckets) for row in rows)
     assert (sum(row.fallbacks for row in rows) > 0) == bool(cell.decode_buckets)
 
