@@ -189,7 +189,7 @@ class ExpertActor:
                 vocab_size=trunk.vocab_size,
                 device=config.device,
             ),
-            serving.backend.transport.group,
+            serving.backend.transport,
             view,
             Outlet(asyncio.get_running_loop(), self._post_office, self._return_lease, self._wake_peers),
             self._blocks,

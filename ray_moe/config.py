@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
-from ray_moe.errors import ConfigError, TopologyError
+from ray_moe.errors import ConfigError, PlacementError
 from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, TopologyManifest, read_yaml, shown
 from ray_moe.relations import RuntimeTopology
 
+_RAREST_AUDIT = 1e-6  # of the steps
 _Seconds = Annotated[float, Field(gt=0)]
 
 _BUCKET = re.compile(r"(\d+)\s*x\s*(\d+)", re.ASCII)
@@ -143,10 +144,7 @@ class ClusterConfig(Manifest):
         AsTuple[Annotated[str, Field(min_length=1)]],
         BeforeValidator(lambda given: _labels(given) if isinstance(given, str) else given),
     ] = ()
-    topology: Annotated[
-        RuntimeTopology | TopologyManifest | None,
-        BeforeValidator(lambda given: _document_at(given) if isinstance(given, str) else given),
-    ] = None
+    topology: Annotated[SerializeAsAny[TopologyManifest] | None, BeforeValidator(lambda given: _topology(given))] = None
     runner: Literal["grouped", "capacity_padded", "block_sparse", "masked_decode"] = "grouped"
     block_rows: Positive = 128
     strategy: Literal["bulk", "chunk_pipeline", "shared_path", "microbatch_pipeline"] = "bulk"
@@ -162,7 +160,7 @@ class ClusterConfig(Manifest):
     step_deadline_s: _Seconds = 30.0
     start_deadline_s: _Seconds = 300.0
     request_deadline_s: _Seconds = 600.0
-    audit_rate: Annotated[float, Field(ge=0, le=1)] = 1 / 256
+    audit_rate: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda given: _audit_rate(given))] = 1 / 256
     final_after_steps: Natural = 1
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -178,6 +176,13 @@ class ClusterConfig(Manifest):
             if name in given and _plain(given[name]) != value:
                 raise ValueError(f"contract {given['contract']!r} sets {name} to {value!r}, found {given[name]!r}")
         return {**given, **preset}
+
+    @model_validator(mode="after")
+    def _buckets_of_different_sizes(self) -> Self:
+        sizes = [bucket.rank_tokens for bucket in self.decode_buckets]
+        if len(set(sizes)) < len(sizes):
+            raise ValueError(f"every decode bucket has its own rank_tokens, found {', '.join(map(str, sizes))}")
+        return self
 
     @model_validator(mode="after")
     def _one_label_per_peer(self) -> Self:
@@ -198,7 +203,7 @@ class ClusterConfig(Manifest):
             raise ValueError(f"topology must place ranks 0 to {self.peers - 1}, found {ranks}")
         try:
             self.topology.to_groups() if self.topology.groups else self.topology.to_topology()
-        except TopologyError as error:
+        except PlacementError as error:  # a TopologyError is one
             raise ValueError(f"topology: {error}") from error
         return self
 
@@ -209,16 +214,32 @@ class ClusterConfig(Manifest):
         return self
 
 
+def _audit_rate(rate: float) -> float:
+    if 0 < rate < _RAREST_AUDIT:
+        raise ValueError(f"found {rate}, must be 0 or at least {_RAREST_AUDIT}")
+    return rate
+
+
 def _labels(text: str) -> tuple[str, ...]:
     """ "a,a,b,b" as labels; an empty text gives none."""
     return tuple(label.strip() for label in text.split(",")) if text.strip() else ()
 
 
-def _document_at(path: str) -> object:
-    try:
-        return read_yaml(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"topology {path}: cannot be read: {error}") from error
+def _topology(given: object) -> object:
+    """A topology document, or the one that lies at a path; with relations it is a runtime's."""
+    source = "topology"
+    if isinstance(given, str):
+        source = f"topology {given}"
+        try:
+            given = read_yaml(Path(given).read_text(encoding="utf-8"), given)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source}: cannot be read: {error}") from error
+        if not isinstance(given, dict):
+            raise ConfigError(f"{source}: a topology is a mapping of fields, found {type(given).__name__}")
+    if isinstance(given, dict):
+        kind = RuntimeTopology if "relations" in given else TopologyManifest
+        return kind.parse(given, source)
+    return given
 
 
 def _plain(value: Any) -> Any:

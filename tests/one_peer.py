@@ -129,7 +129,7 @@ class OnePeer:
                 vocab_size=self.trunk.vocab_size,
                 device=device,
             ),
-            group,
+            self.backend.transport,
             self.view(1),
             self.outlet,
             self.blocks,

@@ -58,6 +58,9 @@ Settings = Annotated[
 ]
 
 
+_OWN_NOTATION = frozenset({"replicas", "decode_buckets", "node_labels"})
+
+
 def cluster_config(file: Path | None, settings: list[str] | None = None, **options: Any) -> ClusterConfig:
     """The configuration file, if any, with the settings and then the options that were given over it. `ConfigError`.
 
@@ -83,9 +86,10 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--set takes FIELD=VALUE, for example transport=hierarchical; found {text!r}")
         if field.strip() in found:
             raise ConfigError(f"--set gives {field.strip()} twice")
-        # To YAML 0x1 is a number, to us a bucket.
-        bucket = field.strip() == "decode_buckets"
-        found[field.strip()] = value if bucket else read_yaml(value, f"--set {field.strip()}")
+        field = field.strip()
+        # What has a notation of its own is no YAML: 0x1 would be a number there, *:3=2 an alias, 1:2 minutes.
+        own = field in _OWN_NOTATION and not value.lstrip().startswith("[")
+        found[field] = value if own else read_yaml(value, f"--set {field}")
     return found
 
 

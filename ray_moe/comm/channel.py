@@ -18,7 +18,7 @@ from ray_moe.errors import CollectiveError
 
 _HEADER = struct.Struct("<qq")
 # A line of counts is far below this; a longer one is no line of counts.
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 26
 
 
 @dataclass(slots=True)
@@ -32,10 +32,10 @@ class _Frame:
 
 
 class Channel:
-    """Connections by peer slot. `seconds` is every wait's deadline; errors name `rank` and `epoch`."""
+    """Connections by peer slot. `seconds` is every wait's deadline; errors name `group`, `rank` and `epoch`."""
 
-    def __init__(self, links: Mapping[int, socket.socket], seconds: float, rank: int, epoch: int) -> None:
-        self._links, self._seconds, self._rank, self._epoch = links, seconds, rank, epoch
+    def __init__(self, links: Mapping[int, socket.socket], seconds: float, group: str, rank: int, epoch: int) -> None:
+        self._links, self._seconds, self._group, self._rank, self._epoch = links, seconds, group, rank, epoch
         self._unsent: dict[int, deque[_Frame]] = {peer: deque() for peer in links}
         self._due: dict[int, deque[_Frame]] = {peer: deque() for peer in links}
         self.sequence = 0
@@ -76,6 +76,8 @@ class Channel:
 
     def line(self, peer: int, sequence: int) -> memoryview:
         """A peer's frame of whatever size, of the collective `sequence`."""
+        if any(self._unsent.values()):
+            self.flush(self.sequence)  # our own line may wait behind rows that the connections did not take yet
         while self._due[peer]:
             self._read(peer)
         header = bytearray(_HEADER.size)
@@ -142,7 +144,7 @@ class Channel:
         )
 
     def _name(self, peer: int) -> str:
-        return f"peer slot {peer}"
+        return f"peer slot {peer} of {self._group}"
 
     def _error(self, detail: str) -> CollectiveError:
         return CollectiveError(detail, self._rank, self._epoch)

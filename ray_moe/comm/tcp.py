@@ -47,7 +47,9 @@ class TcpGroup:
         self._rank, self._seconds = rank.value, seconds
         self._others = [slot for slot in range(len(spec)) if slot != self.peer_slot]
         links = _join(spec, self.peer_slot, store, seconds, self._rank)
-        self._channels = [Channel(by_peer, seconds, self._rank, spec.epoch) for by_peer in links]
+        self._channels = [
+            Channel(by_peer, seconds, spec.process_group_id.value, self._rank, spec.epoch) for by_peer in links
+        ]
 
     def gather(self, line: Tensor) -> _TcpTicket:
         """Sends at once; the answers wait in the connections until `result`."""

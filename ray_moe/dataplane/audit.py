@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ray_moe.comm.exchange import Exchange
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.completion import EVENTS, Event, check_events
 from ray_moe.dataplane.dispatch import to_experts, to_senders
@@ -145,14 +146,20 @@ def trace_routes(handle: DispatchHandle, slots: SlotMap, transport: Transport) -
         ],
         dim=1,
     )
-    arrived_R3 = to_experts(transport.dispatch(identity_n3, handle.counts_PP).payload(), handle)
-    returned_n3 = transport.combine(to_senders(arrived_R3, handle), handle.counts_PP).payload()
+    arrived_R3 = to_experts(_exchanged(transport.dispatch(identity_n3, handle.counts_PP)), handle)
+    returned_n3 = _exchanged(transport.combine(to_senders(arrived_R3, handle), handle.counts_PP))
     if not torch.equal(arrived_R3[:, 0], _segments(handle, slots)):
         raise _refusal(handle, slots, "rows", "of other experts have arrived in its segments")
     if len(torch.unique(arrived_R3[:, 1:], dim=0)) != len(arrived_R3):
         raise _refusal(handle, slots, "rows", "hold a route that has arrived more than once")
     if not torch.equal(returned_n3, identity_n3):
         raise _refusal(handle, slots, "rows", "have come back to other places")
+
+
+def _exchanged(exchange: Exchange) -> Tensor:
+    rows = exchange.payload()
+    exchange.complete()
+    return rows
 
 
 def _segments(handle: DispatchHandle, slots: SlotMap) -> Tensor:

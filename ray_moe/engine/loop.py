@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ray_moe.comm.agreement import Agreement, StepRecord, agree
-from ray_moe.comm.group import ExpertGroup, Ticket
+from ray_moe.comm.group import Ticket
+from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.layer import Invocation
 from ray_moe.deadline import wait_event
 from ray_moe.engine.blocks import BlockFacts, SharedPath
@@ -61,7 +62,7 @@ class EngineLoop:
         trunk: Trunk,
         cache: KVCache,
         scheduler: Scheduler,
-        group: ExpertGroup,
+        transport: Transport,
         view: GenerationView,
         outlet: Outlet,
         blocks: Mapping[int, BlockFacts],
@@ -71,7 +72,8 @@ class EngineLoop:
     ) -> None:
         self._blocks, self._shared = blocks, shared or {}
         self.rank, self.trunk, self.cache, self.scheduler = rank, trunk, cache, scheduler
-        self.group, self.view, self.outlet = group, view, outlet
+        self.transport, self.group = transport, transport.group
+        self.view, self.outlet = view, outlet
         self.state = LoopState.STARTING
         self.failure: RayMoEError | None = None
         self.counters = LoopCounters()
@@ -124,7 +126,7 @@ class EngineLoop:
             self._fail(NotServingError(f"rank {self.rank} failed in step {self.counters.steps_agreed}: {error!r}"))
             raise
         finally:
-            self.group.close()
+            self.transport.close()  # every group of it: who waits in a node's or the relays' is freed too
 
     def _offer(self, plan: StepPlan) -> _Agreeing:
         header = self.view.header

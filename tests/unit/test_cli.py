@@ -291,7 +291,7 @@ def test_a_process_that_only_inherited_the_pid_is_left_alone(session: Record) ->
 
 
 def test_any_field_of_the_configuration_can_be_set_and_options_go_before_it() -> None:
-    settings = ["transport=hierarchical", "node_labels=a, b", "decode_buckets=4x8", "peers=3"]
+    settings = ["transport=hierarchical", "node_labels=a, b", "decode_buckets=4x8", "peers=3", "replicas=*:3=2"]
     config = cluster_config(None, settings, model="tiny-moe", peers=2)
     assert (config.transport, config.node_labels, config.peers) == ("hierarchical", ("a", "b"), 2)
     assert [(bucket.rank_tokens, bucket.slot_rows) for bucket in config.decode_buckets] == [(4, 8)]
@@ -306,6 +306,7 @@ def test_any_field_of_the_configuration_can_be_set_and_options_go_before_it() ->
         (["transprt=hierarchical"], "transprt"),
         (["transport=pigeon"], "transport"),
         (["node_labels=[a]"], "node_labels must name the node of each of 4 peers, found 1"),
+        (["replicas=1:2"], "replicas: '1:2' is not LAYER:EXPERT=COUNT"),
         (["decode_buckets=0x1"], "decode_buckets '0x1': rank_tokens"),
         (["decode_buckets=4"], "decode_buckets: .* is not RANK_TOKENSxSLOT_ROWS"),
         (["contract=dropless", "runner=grouped"], "contract 'dropless' sets runner to 'block_sparse', found 'grouped'"),

@@ -77,6 +77,13 @@ def test_buckets_are_written_as_text_or_as_a_list() -> None:
     assert config(decode_buckets="").decode_buckets == ()
 
 
+def test_two_buckets_of_one_size_and_audits_rarer_than_can_be_counted_are_refused() -> None:
+    with pytest.raises(ConfigError, match="every decode bucket has its own rank_tokens, found 1, 1"):
+        config(decode_buckets="1x1,1x2")
+    with pytest.raises(ConfigError, match="audit_rate: found 5e-324, must be 0 or at least 1e-06"):
+        config(audit_rate=5e-324)
+
+
 @pytest.mark.parametrize("text", ["4", "4:8", "x8", "0x8", "4x0", "4x8x2", 4])
 def test_a_bucket_that_cannot_be_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match="decode_buckets"):
@@ -145,6 +152,9 @@ def test_a_shipped_topology_is_selected_by_its_path(name: str) -> None:
     ("values", "message"),
     [
         ({"topology": "no/such.yaml"}, "topology no/such.yaml: cannot be read"),
+        ({"topology": "/dev/null"}, "topology /dev/null: a topology is a mapping of fields, found NoneType"),
+        ({"topology": {**TWO_NODES, "groups": [{**TWO_NODES["groups"][0], "peers": [2, 2]}]}}, "must be distinct"),  # type: ignore[index]
+        ({"topology": {**TWO_NODES, "groups": [{**TWO_NODES["groups"][0], "kind": "ful"}]}}, r"^topology: .*kind"),  # type: ignore[index]
         ({"topology": TWO_NODES, "peers": 3}, r"topology must place ranks 0 to 2, found \[0, 1, 2, 3\]"),
         ({"topology": TWO_NODES, "node_labels": ["a"] * 4}, "node_labels and topology both say where ranks are"),
         (

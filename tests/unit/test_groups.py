@@ -149,7 +149,7 @@ def waits_for_stopped_peer(group: ExpertGroup, victim: int) -> str:
 
 def test_a_stopped_peer_costs_the_others_the_groups_deadline_and_no_more(peers: Peers) -> None:
     job = peers.start(waits_for_stopped_peer, 2, ranks=(0, 1, 2), seconds=2.0)
-    said = {"tcp": "peer slot 2 did not answer within 2 s", "gloo": "imed out"}[peers.kind]
+    said = {"tcp": "peer slot 2 of ep-group-0 did not answer within 2 s", "gloo": "imed out"}[peers.kind]
     for message in job.results(0, 1):
         assert said in message
     peers.signal(2, signal.SIGCONT)
@@ -320,8 +320,8 @@ def other_sizes(group: ExpertGroup) -> str:
 def test_peers_that_expect_other_sizes_are_told_so_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_peers(), "kind", "tcp")
     first, second = shared_peers().run(other_sizes, ranks=(0, 1))
-    assert first == "peer slot 1 is at collective 1 with 16 bytes, this peer at 1 with 8"
-    assert second == "peer slot 0 is at collective 1 with 8 bytes, this peer at 1 with 16"
+    assert first == "peer slot 1 of ep-group-0 is at collective 1 with 16 bytes, this peer at 1 with 8"
+    assert second == "peer slot 0 of ep-group-0 is at collective 1 with 8 bytes, this peer at 1 with 16"
 
 
 def test_a_stranger_at_the_door_is_turned_away_and_the_epoch_forms() -> None:

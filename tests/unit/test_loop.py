@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from ray_moe.comm.hierarchical import Hierarchical
+from ray_moe.comm.solo import SoloGroup
 from ray_moe.dataplane.captured import DecodeBucket
 from ray_moe.engine.loop import LOOP_TABLE, EngineLoop, LoopState
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
-from ray_moe.errors import NotServingError, PeerLostError, RayMoEError, RequestError, StaleHandleError
+from ray_moe.errors import CollectiveError, NotServingError, PeerLostError, RayMoEError, RequestError, StaleHandleError
+from ray_moe.topology import Domain, Topology
+from tests import one_peer
 from tests.e2e.oracle import Reference
-from tests.one_peer import OnePeer
+from tests.one_peer import GROUP, RANK, OnePeer
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = {f"p{length}": tuple(1 + (7 * i + length) % 250 for i in range(length)) for length in (5, 40, 300)}
@@ -236,3 +240,18 @@ def test_the_loop_takes_exactly_the_edges_of_its_table(
 @pytest.fixture(scope="module")
 def shared_loop(family_dir: Callable[..., Path]) -> EngineLoop:
     return OnePeer(family_dir("qwen3_moe")).loop
+
+
+def test_a_loop_that_ends_closes_every_group_of_its_transport(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers of a node or among the relays wait in groups of their own: they must hear of the end, too."""
+    groups = [SoloGroup(GROUP, RANK) for _ in range(3)]
+    topology = Topology("t1", (Domain("node-0", (RANK,)),))
+    monkeypatch.setattr(one_peer, "transport_named", lambda name, group: Hierarchical(*groups, topology))
+    with OnePeer(family_dir("qwen3_moe")) as peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    for group in groups:
+        with pytest.raises(CollectiveError, match="the group is closed"):
+            group.all_gather(torch.zeros(1, 1))

@@ -175,6 +175,39 @@ def test_large_exchanges_in_flight_do_not_wait_for_one_another(peers: Peers) -> 
     assert peers.run(larger_than_the_connections_hold, ranks=(0, 1, 2)) == [True] * 3
 
 
+def counts_behind_rows(group: ExpertGroup) -> list[int]:
+    """Rows that one peer sends and nobody waits for the leaving of; then a line of counts, which queues behind them."""
+    me = group.peer_slot
+    sent, received = ([0, 2048], [0, 0]) if me == 0 else ([0, 0], [2048, 0])
+    group.all_to_all_v(torch.zeros(sum(sent), 4096), sent, received).payload()
+    return group.gather_counts(torch.tensor([me])).flatten().tolist()
+
+
+def test_counts_reach_a_peer_behind_rows_that_the_connection_did_not_take_at_once(peers: Peers) -> None:
+    assert peers.run(counts_behind_rows, ranks=(0, 1), seconds=20.0) == [[0, 1]] * 2
+
+
+def one_leaves_between_counts_and_rows(group: ExpertGroup) -> str:
+    transport = transport_over(group, "hierarchical")
+    group.gather_counts(torch.tensor([group.peer_slot]))
+    counts_PP = ((1, 1, 1, 1),) * 4
+    try:
+        if group.peer_slot == 0:
+            return "left"
+        transport.combine(transport.dispatch(torch.zeros(4, 2), counts_PP).payload(), counts_PP).payload()
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        transport.close()
+    return "no error"
+
+
+def test_a_relay_that_leaves_frees_its_node_and_the_other_one_by_name(peers: Peers) -> None:
+    left, *said = peers.run(one_leaves_between_counts_and_rows, ranks=(0, 1, 2, 3), seconds=600.0)
+    assert left == "left"
+    assert all("ep-group-0/" in message or "closed" in message for message in said), said
+
+
 def test_every_pair_of_state_and_event_is_an_edge_or_refused() -> None:
     for state, edges in EXCHANGE_TABLE.items():
         for event in ("rows_arrived", "rows_left", "break"):
