@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray_moe.bench import engine, layer, payload
+from ray_moe.bench import engine, layer, payload, planner
 from ray_moe.bench.report import Row, show, write
 
 # name -> (title, what gives the rows, what of them people are shown).
 BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row]], Sequence[Row]]]] = {
     "engine": ("Tokens per second, 4 peers, beside transformers eager in one process", engine.run, lambda rows: rows),
     "layer": ("The step agreement, and one MoE layer in every way, 4 processes", layer.run, layer.table),
+    "planner": ("EPLB maps beside the reference's rules, one run", planner.run, lambda rows: rows),
     "payload": ("Dispatch formats on the embedded model's rows: bytes and errors", payload.run, lambda rows: rows),
 }
 

@@ -28,7 +28,7 @@ LINE_LIMIT = 400
 TORCH_FREE_VOCABULARY = frozenset(
     [
         *("errors", "identity", "evidence", "topology", "topology_ledger", "placement"),
-        *("manifest", "config", "relations", "metrics"),
+        *("manifest", "config", "relations", "plans", "metrics"),
     ]
 )
 VOCABULARY = TORCH_FREE_VOCABULARY | {"routes"}
@@ -72,7 +72,7 @@ ONLY_IN: dict[str, frozenset[str]] = {
         {"actors", "serve", "observe", "bench", "comm.rendezvous", "cluster", "sdk", "batch", "cli", "deadline"}
     ),
     # Frozen dataclasses cross every other boundary.
-    "pydantic": frozenset({"manifest", "config", "relations", "serve.schema"}),
+    "pydantic": frozenset({"manifest", "config", "relations", "plans", "serve.schema"}),
 }
 
 # Library -> the places that must do without it.
