@@ -18,6 +18,8 @@ from ray_moe.cli.generate import generate
 from ray_moe.cli.ledger import ledger
 from ray_moe.cli.lifecycle import down, status, up
 from ray_moe.cli.output import report
+from ray_moe.cli.plan import plan
+from ray_moe.cli.simulate import simulate
 from ray_moe.errors import ConfigError, RayMoEError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -25,7 +27,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     help="Serve Mixture-of-Experts models on a Ray cluster.", add_completion=False, pretty_exceptions_enable=False
 )
-for verb in (up, down, status, ledger, generate, demo):
+for verb in (up, down, status, ledger, generate, demo, plan, simulate):
     app.command()(verb)
 
 
