@@ -70,7 +70,7 @@ def _plan(file: Path, text: str, policy: str | None, layer: int | None, draw: bo
     import numpy as np
 
     from ray_moe.controlplane.demand import Demand
-    from ray_moe.controlplane.planning import balance, unplanned
+    from ray_moe.controlplane.planning import balance, rows_across_nodes, unplanned
     from ray_moe.observe.plan import heat_map
     from ray_moe.plans import PlanRequest, read_document
 
@@ -88,6 +88,7 @@ def _plan(file: Path, text: str, policy: str | None, layer: int | None, draw: bo
         "provenance": {"file": str(file), "sha256": digest, **_provenance(demand)},
         **_placement(problem, request, solution),
         "imbalance_before": balance(demand.loads_LE, before).tolist(),
+        "rows_across_nodes_before": rows_across_nodes(demand.loads_LE, before).tolist(),
         "solve_ms": solve_ms,
         "first_solve_ms": first_ms,
         **_migration(problem, request, solution),
@@ -155,7 +156,7 @@ def _provenance(demand: Demand) -> dict[str, Any]:
 
 
 def _placement(problem: Problem, request: PlanRequest, solution: Solution) -> dict[str, Any]:
-    from ray_moe.controlplane.planning import balance, ideal_rank_loads, ideal_slot_loads
+    from ray_moe.controlplane.planning import balance, ideal_rank_loads, ideal_slot_loads, rows_across_nodes
 
     return {
         "policy": request.policy,
@@ -171,6 +172,7 @@ def _placement(problem: Problem, request: PlanRequest, solution: Solution) -> di
         "ideal_slot_load": ideal_slot_loads(problem.loads_LE, solution.placed).tolist(),
         "rank_load": ideal_rank_loads(problem.loads_LE, solution.placed).tolist(),
         "imbalance": balance(problem.loads_LE, solution.placed).tolist(),
+        "rows_across_nodes": rows_across_nodes(problem.loads_LE, solution.placed).tolist(),
     }
 
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from ray_moe.controlplane.costs import CostModel, ExpertShape, migration_time
 from ray_moe.controlplane.demand import Demand
-from ray_moe.controlplane.eplb import Policy, rebalance
+from ray_moe.controlplane.eplb import Policy, imbalance, rebalance
 from ray_moe.controlplane.estimators import Estimator, Ewma, LinearTrend, Quantile, TrailingWindow
 from ray_moe.controlplane.moves import Copies, MoveCounts, count_moves, relabel
-from ray_moe.controlplane.objective import Objective
+from ray_moe.controlplane.objective import Objective, rank_sums
 from ray_moe.controlplane.placed import Placed, Shape
-from ray_moe.controlplane.refine import Budget, solve
+from ray_moe.controlplane.refine import Budget, improve, solve
 from ray_moe.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -33,7 +33,9 @@ class Setting:
     """The cluster, the model and the prices that all contenders of one simulation share.
 
     `groups` are the model's expert groups, for the hierarchical reference. The migration-aware policy weighs moved
-    copies by `migration_weight` and lets a layer be that is within `good_enough` of its estimate's perfect balance.
+    copies by `migration_weight`. It lets a layer be until its estimated largest over mean rank load is above
+    `act_above`, and then improves it down to `good_enough`; where that ends above `start_again_above`, it also starts
+    from nothing. A layer that drifts around `good_enough` would otherwise move a little at every decision.
     """
 
     shape: Shape
@@ -42,6 +44,8 @@ class Setting:
     costs: CostModel
     migration_weight: float = 0.1
     good_enough: float = 1.02
+    act_above: float = 1.03
+    start_again_above: float = 1.05
 
     @property
     def nodes(self) -> int:
@@ -57,6 +61,8 @@ def estimators(size: int) -> dict[str, Estimator]:
         "trend": LinearTrend(max(1, size // 2), level_weight=2 / (size + 1), trend_weight=1 / (size + 1)),
     }
 
+
+_ROUNDS = 40  # of one decision of the migration-aware policy; a layer that needs more goes on at the next
 
 Solver = Callable[[Floats, Placed, Setting], Placed]
 
@@ -103,14 +109,27 @@ def balanced(loads_LE: Floats, prior: Placed, setting: Setting) -> Placed:
 
 
 def migration_aware(loads_LE: Floats, prior: Placed, setting: Setting) -> Placed:
-    """What is in place, improved as long as balance gained is worth the copies that move for it."""
-    return solve(
-        loads_LE,
-        setting.shape,
-        Objective(migration=setting.migration_weight),
-        prior,
-        Budget(target=setting.good_enough),
-    )
+    """What is in place, improved as long as balance gained is worth the copies that move for it.
+
+    Layers that are balanced enough stay (`Setting`); a layer that stays far off takes the relabelled reference,
+    improved, if that is worth its moves.
+    """
+    objective = Objective(migration=setting.migration_weight)
+    budget = Budget(_ROUNDS, target=setting.good_enough)
+    balance_L = imbalance(rank_sums(loads_LE / prior.counts_LE, prior))
+    off = np.flatnonzero(balance_L > setting.act_above)
+    if not off.size:
+        return prior
+    some, before = loads_LE[off], prior.of_layers(off)
+    found = improve(before, some, objective, budget)
+    terms = objective.evaluate(some, found, before)
+    far = np.flatnonzero(terms.balance > setting.start_again_above)
+    if far.size:
+        loads, was = some[far], before.of_layers(far)
+        other = improve(relabelled(loads, was, setting), loads, objective, budget, was)
+        better = objective.evaluate(loads, other, was).total < terms.total[far]
+        found = found.with_layers(far[better], other.phy2log_LS[better])
+    return prior.with_layers(off, found.phy2log_LS)
 
 
 POLICIES: dict[str, Solver | None] = {
@@ -143,7 +162,7 @@ class Moves:
         shape = target.shape
         counts = count_moves(copies_of(prior), copies_of(target), shape.node_of_rank_G, len(target.phy2log_LS))
         slots_G = np.array(shape.slots_by_rank) * len(target.phy2log_LS)
-        arrivals_G = slots_G - _kept_by_rank(prior, target)
+        arrivals_G = slots_G - counts.kept_G
         return cls(counts, arrivals_G, slots_G + arrivals_G)
 
     @property
@@ -153,20 +172,6 @@ class Moves:
 
 def copies_of(placed: Placed) -> Copies:
     return Copies.of(placed.phy2log_LS, placed.shape.rank_of_slot_S)
-
-
-def _kept_by_rank(prior: Placed, target: Placed) -> Ints:
-    ranks = target.shape.num_ranks
-
-    def counted(placed: Placed) -> tuple[Ints, Ints]:
-        layer_L1 = np.arange(len(placed.phy2log_LS))[:, None]
-        keys = (layer_L1 * placed.num_experts + placed.phy2log_LS) * ranks + placed.shape.rank_of_slot_S
-        return np.unique(keys, return_counts=True)
-
-    (had, had_count), (want, want_count) = counted(prior), counted(target)
-    both, at_had, at_want = np.intersect1d(had, want, assume_unique=True, return_indices=True)
-    kept = np.minimum(had_count[at_had], want_count[at_want])
-    return np.bincount(both % ranks, kept, minlength=ranks).astype(np.int64)
 
 
 # -- Contenders

@@ -46,9 +46,10 @@ class Copies:
 
 @dataclass(frozen=True, eq=False)
 class MoveCounts:
-    """Copies of the target by what they take, each int64 [L]; together they are all copies of the target.
+    """Copies of the target by what they take, int64 [L]; together they are all copies of the target.
 
     `loaded` copies have no source in any pool slot: a host cache or the checkpoint gives the first one of an expert.
+    `kept_G` are the kept ones by rank, over all layers.
     """
 
     kept_L: Ints
@@ -56,6 +57,7 @@ class MoveCounts:
     same_node_L: Ints
     cross_node_L: Ints
     loaded_L: Ints
+    kept_G: Ints
 
     @property
     def moved_L(self) -> Ints:
@@ -76,37 +78,58 @@ def count_moves(prior: Copies, target: Copies, node_of_rank: Ints, num_layers: i
     num_experts = int(max(prior.expert_C.max(initial=0), target.expert_C.max(initial=0))) + 1
 
     def counted(copies: Copies) -> tuple[Ints, Ints]:
-        function = copies.layer_C * num_experts + copies.expert_C
-        return np.unique(function * num_ranks + copies.rank_C, return_counts=True)
+        return _distinct((copies.layer_C * num_experts + copies.expert_C) * num_ranks + copies.rank_C)
 
-    had, had_count = counted(prior)
-    want, want_count = counted(target)
-    kept = np.minimum(want_count, _lookup(want, had, had_count))
-    first = want[~np.isin(want, had)]  # ranks that do not have the expert yet
-
-    had_node = np.unique(had // num_ranks * num_nodes + node_of_rank[had % num_ranks])
-    first_node = np.unique(first // num_ranks * num_nodes + node_of_rank[first % num_ranks])
-    entered = first_node[~np.isin(first_node, had_node)]  # nodes that do not have it yet
-    absent = np.unique(entered // num_nodes)
-    absent = absent[~np.isin(absent, had // num_ranks)]  # experts that no rank has
+    def on_nodes(keys: Ints) -> Ints:
+        function, rank = np.divmod(keys, num_ranks)
+        return _distinct(function * num_nodes + node_of_rank[rank])[0]
 
     def by_layer(keys: Ints, per_layer: int, weights: Ints | None = None) -> Ints:
         return np.bincount(keys // per_layer, weights, minlength=num_layers).astype(np.int64)
+
+    had, had_count = counted(prior)
+    want, want_count = counted(target)
+    had_of_want = _lookup(want, had, had_count)
+    kept = np.minimum(want_count, had_of_want)
+    first = want[had_of_want == 0]  # ranks that do not have the expert yet
+    had_node, first_node = on_nodes(had), on_nodes(first)
+    entered = first_node[~_among(first_node, had_node)]  # nodes that do not have it yet
+    absent, _ = _distinct(entered // num_nodes)
+    absent = absent[~_among(absent, had_node // num_nodes)]  # experts that no rank has
 
     first_L = by_layer(first, num_experts * num_ranks)
     entered_L = by_layer(entered, num_experts * num_nodes)
     loaded_L = by_layer(absent, num_experts)
     kept_L = by_layer(want, num_experts * num_ranks, kept)
     wanted_L = by_layer(want, num_experts * num_ranks, want_count)
-    return MoveCounts(kept_L, wanted_L - kept_L - first_L, first_L - entered_L, entered_L - loaded_L, loaded_L)
+    kept_G = np.bincount(want % num_ranks, kept, minlength=num_ranks).astype(np.int64)
+    duplicates_L = wanted_L - kept_L - first_L
+    return MoveCounts(kept_L, duplicates_L, first_L - entered_L, entered_L - loaded_L, loaded_L, kept_G)
+
+
+def _distinct(keys: Ints) -> tuple[Ints, Ints]:
+    """The distinct keys, ascending, and how often each occurs."""
+    keys = np.sort(keys)
+    starts = np.flatnonzero(np.diff(keys, prepend=keys[:1] - 1))
+    return keys[starts], np.diff(starts, append=len(keys))
+
+
+def _position(keys: Ints, table: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Where `keys` are in the ascending `table`, which is not empty, and which of them are there at all."""
+    at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
+    return at, table[at] == keys
+
+
+def _among(keys: Ints, table: Ints) -> NDArray[np.bool_]:
+    return _position(keys, table)[1] if len(table) else np.zeros(len(keys), bool)
 
 
 def _lookup(keys: Ints, table: Ints, values: Ints) -> Ints:
-    """`values` at the positions of `keys` in the sorted `table`, 0 for keys that are not there."""
+    """`values` at the positions of `keys` in the ascending `table`, 0 for keys that are not there."""
     if not len(table):
         return np.zeros(len(keys), np.int64)
-    at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-    return np.where(table[at] == keys, values[at], 0)
+    at, found = _position(keys, table)
+    return np.where(found, values[at], 0)
 
 
 # -- Which rank takes which pack
@@ -140,7 +163,10 @@ def relabel(
     members = [rank for group in groups for rank in group]
     if len(set(members)) != len(members) or not all(0 <= rank < num_ranks for rank in members):
         raise ConfigError(f"groups must be disjoint with ranks in [0, {num_ranks}), found {[list(g) for g in groups]}")
-    pairs = _overlaps(prior, target, num_ranks)
+    group_G = np.full(num_ranks, -1)
+    for number, group in enumerate(groups):
+        group_G[list(group)] = number
+    pairs = _overlaps(prior, target, group_G)
     rank_LG = np.tile(np.arange(num_ranks), (num_layers, 1))
     methods = set()
     for size in sorted({len(group) for group in groups if len(group) > 1}):
@@ -162,22 +188,26 @@ def relabel(
     return Relabelled(moved, rank_LG, frozenset(methods))
 
 
-def _overlaps(prior: Copies, target: Copies, num_ranks: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """(layer, target rank, prior rank, copies that would be kept) for all pairs of ranks that share an expert."""
+def _overlaps(prior: Copies, target: Copies, group_G: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """(layer, target rank, prior rank, copies that would be kept) for all pairs of a group that share an expert."""
     num_experts = int(max(prior.expert_C.max(initial=0), target.expert_C.max(initial=0))) + 1
+    num_ranks, num_groups = len(group_G), int(group_G.max(initial=0)) + 1
 
     def counted(copies: Copies) -> tuple[Ints, Ints, Ints]:
-        function = copies.layer_C * num_experts + copies.expert_C
-        keys, counts = np.unique(function * num_ranks + copies.rank_C, return_counts=True)
+        inside = np.flatnonzero(group_G[copies.rank_C] >= 0)
+        rank = copies.rank_C[inside]
+        function = copies.layer_C[inside] * num_experts + copies.expert_C[inside]
+        keys, counts = _distinct((function * num_groups + group_G[rank]) * num_ranks + rank)
         return keys // num_ranks, keys % num_ranks, counts
 
-    had_function, had_rank, had_count = counted(prior)
+    had_function, had_rank, had_count = counted(prior)  # of a group
     function, rank, count = counted(target)
     start = np.searchsorted(had_function, function, "left")
     partners = np.searchsorted(had_function, function, "right") - start
     row = np.repeat(np.arange(len(function)), partners)
     at = np.arange(len(row)) - np.repeat(np.cumsum(partners) - partners, partners) + start[row]
-    return function[row] // num_experts, rank[row], had_rank[at], np.minimum(count[row], had_count[at])
+    layer = function[row] // (num_experts * num_groups)
+    return layer, rank[row], had_rank[at], np.minimum(count[row], had_count[at])
 
 
 def _weights(pairs: tuple[Ints, Ints, Ints, Ints], group_Nn: Ints, num_ranks: int, start: int, span: int) -> Ints:
@@ -190,7 +220,7 @@ def _weights(pairs: tuple[Ints, Ints, Ints, Ints], group_Nn: Ints, num_ranks: in
     group_G[group_Nn] = np.arange(num_groups)[:, None]
     seat_G[group_Nn] = np.arange(size)
     layer, pack, rank, kept = pairs
-    inside = (group_G[pack] >= 0) & (group_G[pack] == group_G[rank]) & (layer >= start) & (layer < start + span)
+    inside = (group_G[pack] >= 0) & (layer >= start) & (layer < start + span)
     weights = np.zeros((span * num_groups, size, size), np.int64)
     problem = (layer[inside] - start) * num_groups + group_G[pack[inside]]
     np.add.at(weights, (problem, seat_G[pack[inside]], seat_G[rank[inside]]), kept[inside])

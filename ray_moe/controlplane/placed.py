@@ -121,6 +121,12 @@ class Placed:
     def of_layers(self, layers: Int64) -> Placed:
         return Placed(self.shape, self.num_experts, self.phy2log_LS[layers])
 
+    def with_layers(self, layers: Int64, phy2log_AS: Int64) -> Placed:
+        """The same with other slot maps for some of its layers."""
+        held = self.phy2log_LS.copy()
+        held[layers] = phy2log_AS
+        return Placed(self.shape, self.num_experts, held)
+
     def held_LEG(self) -> Tally:
         """Copies of each expert on each rank."""
         return tally(self.phy2log_LS, self.shape.rank_of_slot_S, self.num_experts, self.shape.num_ranks)

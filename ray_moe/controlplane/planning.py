@@ -185,3 +185,9 @@ def ideal_rank_loads(loads_LE: Floats, placed: Placed) -> Floats:
 def balance(loads_LE: Floats, placed: Placed) -> Floats:
     """[L]: largest over mean ideal rank load."""
     return imbalance(ideal_rank_loads(loads_LE, placed))
+
+
+def rows_across_nodes(loads_LE: Floats, placed: Placed) -> Floats:
+    """[L]: share of the rows that cross nodes when they start evenly over the ranks and go to a copy on their own node
+    where there is one. Balance alone hides it: copies spread over all nodes even out loads by sending rows far."""
+    return Objective().evaluate(loads_LE, placed).topology

@@ -58,7 +58,9 @@ def _layers(plan: Mapping[str, Any]) -> RenderableType:
     loads, copies = plan["rank_load"], plan["logcnt"]
     table = Table(header_style="bold")
     predicted = plan["predicted"]
-    headings = ["layer", "max/mean before", "after", "largest rank load", "mean", "most copies", "of expert"]
+    crossed, crossing = np.array(plan["rows_across_nodes_before"]), np.array(plan["rows_across_nodes"])
+    headings = ["layer", "max/mean before", "after", "rows across nodes before", "after"]
+    headings += ["largest rank load", "mean", "most copies", "of expert"]
     for heading in [*headings, *(["layer, ms (predicted)"] if predicted is not None else [])]:
         table.add_column(heading, justify="right")
     shown = np.sort(np.argsort(-after, kind="stable")[:_ROWS]).tolist()
@@ -68,6 +70,8 @@ def _layers(plan: Mapping[str, Any]) -> RenderableType:
             str(layer),
             f"{before[layer]:.3f}",
             f"{after[layer]:.3f}",
+            f"{crossed[layer]:.1%}",
+            f"{crossing[layer]:.1%}",
             f"{max(loads[layer]):.6g}",
             f"{np.mean(loads[layer]):.6g}",
             str(copies[layer][most]),
@@ -76,8 +80,16 @@ def _layers(plan: Mapping[str, Any]) -> RenderableType:
         )
     if len(after) > len(shown):
         table.add_section()
-        table.add_row("all, mean", f"{before.mean():.3f}", f"{after.mean():.3f}")
-        table.add_row("all, worst", f"{before.max():.3f}", f"{after.max():.3f}")
+        table.add_row(
+            "all, mean",
+            f"{before.mean():.3f}",
+            f"{after.mean():.3f}",
+            f"{crossed.mean():.1%}",
+            f"{crossing.mean():.1%}",
+        )
+        table.add_row(
+            "all, worst", f"{before.max():.3f}", f"{after.max():.3f}", f"{crossed.max():.1%}", f"{crossing.max():.1%}"
+        )
     return table
 
 

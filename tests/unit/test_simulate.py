@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 from importlib.resources import files
 
 import numpy as np
 import pytest
 
-from ray_moe.controlplane.contenders import Contender, Moves, Setting, initial
+from ray_moe.controlplane.contenders import POLICIES, Contender, Moves, Setting, initial
 from ray_moe.controlplane.costs import Constant, CostModel, ExpertShape, Predicted, layer_times, migration_time
 from ray_moe.controlplane.placed import Placed, Shape
 from ray_moe.controlplane.simulate import Report, Summary, quantile, settling, simulate, summarise
@@ -208,7 +209,10 @@ def test_on_drifting_zipf_demand_balance_settles_within_200_steps_of_a_shift_wit
     assert relabelled.mean == pytest.approx(naive.mean, abs=1e-9)
     assert int(relabelled.moved) < int(naive.moved)
     assert int(aware.moved) * 4 < int(naive.moved)
-    assert aware.mean < naive.mean * 1.02
+    # Means once settled: what a placement is worth in the first steps after a shift, which nobody foresaw, is luck.
+    late = np.r_[200:341, 541:583]
+    naive_late, aware_late = (float(report.courses[at].balance_TL[late].mean()) for at in (1, 3))
+    assert aware_late < naive_late * 1.01
 
 
 @pytest.mark.parametrize("gpus", [4, 64, 4096])
@@ -252,3 +256,29 @@ def test_slots_that_do_not_hold_the_experts_are_refused() -> None:
         Contender("static", 0)
     with pytest.raises(ConfigError, match="estimator: found 'guess', must be one of window"):
         Contender("static", 1, "guess")
+
+
+def test_the_migration_aware_policy_lets_balanced_layers_be_and_moves_only_the_others() -> None:
+    setting = setting_of(8, 40)
+    start = initial(2, 32, setting)
+    even = np.full(32, 10.0)
+    even[:8] = 20  # eight experts with two copies each: every rank carries 50
+    hot = even.copy()
+    hot[0] = 200
+    decide = POLICIES["migration"]
+    assert decide is not None
+    assert decide(np.stack([even, even]), start, setting) is start
+    after = decide(np.stack([even, hot]), start, setting)
+    np.testing.assert_array_equal(after.phy2log_LS[0], start.phy2log_LS[0])
+    assert after.counts_LE[1, 0] > start.counts_LE[1, 0]
+    # A layer inside of `act_above` stays, one just outside of it is improved.
+    off = even.copy()
+    off[8] = 12.5
+    worst = float(
+        (np.take_along_axis(off[None] / start.counts_LE[:1], start.phy2log_LS[:1], 1).reshape(8, 5)).sum(1).max()
+    )
+    ratio = worst / (off.sum() / 8)
+    assert 1.02 < ratio < 1.10
+    for act_above in (ratio - 1e-3, ratio + 1e-3):
+        found = decide(np.stack([off, off]), start, dataclasses.replace(setting, act_above=act_above))
+        assert (found is start) == (act_above > ratio)
