@@ -54,6 +54,8 @@ class Weights(Manifest):
     phase: _Weight = 0.0
     topology: _Weight = 0.0
     migration: _Weight = 0.0
+    resident: _Weight = 0.0
+    churn: _Weight = 0.0
 
 
 class ExpertDocument(Manifest):

@@ -15,6 +15,7 @@ from ray_moe.errors import ConfigError, PlacementError
 if TYPE_CHECKING:
     from ray_moe.controlplane.costs import CostModel, ExpertShape
     from ray_moe.controlplane.demand import Demand
+    from ray_moe.controlplane.placed import Placed
     from ray_moe.controlplane.planning import Problem, Solution
     from ray_moe.plans import ExpertDocument, PlanRequest
 
@@ -89,6 +90,7 @@ def _plan(file: Path, text: str, policy: str | None, layer: int | None, draw: bo
         **_placement(problem, request, solution),
         "imbalance_before": balance(demand.loads_LE, before).tolist(),
         "rows_across_nodes_before": rows_across_nodes(demand.loads_LE, before).tolist(),
+        "objective": {"before": _terms(problem, before), "after": _terms(problem, solution.placed)},
         "solve_ms": solve_ms,
         "first_solve_ms": first_ms,
         **_migration(problem, request, solution),
@@ -174,6 +176,13 @@ def _placement(problem: Problem, request: PlanRequest, solution: Solution) -> di
         "imbalance": balance(problem.loads_LE, solution.placed).tolist(),
         "rows_across_nodes": rows_across_nodes(problem.loads_LE, solution.placed).tolist(),
     }
+
+
+def _terms(problem: Problem, placed: Placed) -> dict[str, float]:
+    """The objective's terms, unweighed, and the total that weights make of them: means over the layers."""
+    terms = problem.objective.evaluate(problem.loads_LE, placed, problem.prior)
+    names = ("balance", "phase", "topology", "migration", "resident", "churn", "total")
+    return {name: float(getattr(terms, name).mean()) for name in names}
 
 
 def _migration(problem: Problem, request: PlanRequest, solution: Solution) -> dict[str, Any]:

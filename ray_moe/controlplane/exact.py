@@ -47,7 +47,7 @@ class _Layer:
         self.costs = Costs.of(loads_1E, shape, objective)
         self.domains = objective.domains(shape)
         # With nothing but rank costs in the total, ranks with equal load, room and content are alike.
-        self.alike = not objective.topology and not (objective.migration and prior is not None)
+        self.alike = not (objective.topology or objective.resident or (objective.counts_moves and prior is not None))
         self.best, self.held = np.inf, list[int]()
 
     def solve(self) -> list[int]:

@@ -66,7 +66,10 @@ class Terms:
     phase: Float64
     topology: Float64
     migration: Float64
+    resident: Float64
+    churn: Float64
     barrier: Float64
+    moving: Float64  # what moves add to the total: `migration` and `churn` by their weights
     total: Float64
     moved: Int64  # copies that the prior placement does not hold on their rank, unweighed
 
@@ -85,9 +88,13 @@ class Objective:
       `origins` are shares of where rows start, [N], or [L, E, N] by expert; the default is evenly over the ranks.
     - `migration`: moved copies priced by `move_price`, over all slots. A copy moves if its rank holds fewer of the
       expert in the prior placement. 1 is every copy from another node; 0 without a prior.
+    - `resident`: distinct experts of each rank, over all slots: copies of one expert on one rank share their storage.
+      1 is no copy beside another; smaller leaves a rank room for caches, or for old and new copies at once.
+    - `churn`: the share of slots that a move fills anew, wherever from: each is new bindings and colder caches.
 
     The barrier is max over ranks of (`balance` x its load ratio + `phase` x its activation ratio): one rank has to be
-    slow in the sum of both. total = barrier + `topology` x topology + `migration` x migration.
+    slow in the sum of both. total = barrier + the other terms, each times its weight of the same
+    name. In the specification's J, lambda_1 to lambda_5 are `balance`, `topology`, `migration`, `resident`, `churn`.
 
     `min_replicas` is the least copies of every expert; `anti_affinity` allows at most one copy of an expert per rank or
     per node. Raises `ConfigError` for weights that are negative or not finite, and for a phase weight without `decode`.
@@ -97,6 +104,8 @@ class Objective:
     phase: float = 0.0
     topology: float = 0.0
     migration: float = 0.0
+    resident: float = 0.0
+    churn: float = 0.0
     decode: Decode | None = None
     origins: ArrayLike | None = None
     move_price: MovePrice = MovePrice()
@@ -104,7 +113,7 @@ class Objective:
     anti_affinity: AntiAffinity = "none"
 
     def __post_init__(self) -> None:
-        for name in ("balance", "phase", "topology", "migration"):
+        for name in ("balance", "phase", "topology", "migration", "resident", "churn"):
             _check_weight(name, getattr(self, name))
         for name in ("same_rank", "same_node", "cross_node"):
             _check_weight(f"move_price.{name}", getattr(self.move_price, name))
@@ -120,6 +129,11 @@ class Objective:
         if self.origins is None or np.ndim(self.origins) == 1:
             return self
         return replace(self, origins=np.asarray(self.origins)[layers])
+
+    @property
+    def counts_moves(self) -> bool:
+        """Whether what is in place makes a difference."""
+        return self.migration > 0 or self.churn > 0
 
     def domains(self, shape: Shape) -> Int64 | None:
         """[G]: the domain of each rank inside which an expert may have one copy only; None where copies are free."""
@@ -184,8 +198,13 @@ class Objective:
             np.add.at(moved, at, 1)
             np.add.at(migration, at, self.move_price.of(before, near) / shape.num_slots)
         barrier = (self.balance * rows_LG + self.phase * active_LG).max(axis=1)
-        total = barrier + self.topology * topology + self.migration * migration
-        return Terms(rows_LG.max(axis=1), active_LG.max(axis=1), topology, migration, barrier, total, moved)
+        stored = np.sort(placed.phy2log_LS * shape.num_ranks + shape.rank_of_slot_S, axis=1)
+        resident = (1 + np.count_nonzero(np.diff(stored), axis=1)) / shape.num_slots
+        churn = moved / shape.num_slots
+        moving = self.migration * migration + self.churn * churn
+        total = barrier + self.topology * topology + self.resident * resident + moving
+        balance, phase = rows_LG.max(axis=1), active_LG.max(axis=1)
+        return Terms(balance, phase, topology, migration, resident, churn, barrier, moving, total, moved)
 
 
 # -- What the search shares with the evaluation

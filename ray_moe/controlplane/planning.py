@@ -120,7 +120,7 @@ SOLVERS: dict[str, Callable[[Problem], Placed]] = {
 
 def _kept(problem: Problem) -> Placed | None:
     """What is in place, where the objective counts moves."""
-    return problem.prior if problem.objective.migration else None
+    return problem.prior if problem.objective.counts_moves else None
 
 
 def _numbered(placed: Placed) -> tuple[Ints, Ints]:

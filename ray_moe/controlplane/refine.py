@@ -72,8 +72,8 @@ def solve(
     now = some.evaluate(loads[short], best.of_layers(short), before)
     if prior is not None:
         # At best the search takes half of a fresh start's moves back: where those cost more than can be won, stay.
-        moves = some.evaluate(loads[short], greedy(loads[short], shape, some), before).migration
-        pays = now.barrier + objective.migration * (now.migration - 0.5 * moves) > perfect
+        moves = some.evaluate(loads[short], greedy(loads[short], shape, some), before).moving
+        pays = now.barrier + now.moving - 0.5 * moves > perfect
         short, now = short[pays], now.of_layers(pays)
         if not short.size:
             return best
@@ -106,8 +106,8 @@ def improve(
 
     `prior` is what migration is counted against, `placed` itself by default. Each layer walks downhill on its barrier,
     beyond the point where a step is worth its moves, and then takes the best total on its way. With a topology
-    weight, copies also go to other nodes where that lowers the total. `placed` must fulfil the constraints; raises
-    `ConfigError` where it does not, or for loads or a prior of another model.
+    or resident weight, copies also go elsewhere where that lowers the total. `placed` must fulfil the constraints;
+    raises `ConfigError` where it does not, or for loads or a prior of another model.
     """
     objective, budget = objective or Objective(), budget or Budget()
     loads = checked_loads(loads_LE, placed.num_experts, len(placed.phy2log_LS))
@@ -115,8 +115,8 @@ def improve(
     state = State(placed, loads, objective, prior or placed)
     walk = _Walk(state, objective.evaluate(loads, placed, prior or placed))
     _descend(state, walk, budget)
-    if state.near_LEN is not None:
-        _spread(state, walk)
+    if objective.topology or objective.resident:
+        _relocate(state, walk)
         _descend(state, walk, budget)
     return Placed(placed.shape, placed.num_experts, walk.best_LS)
 
@@ -174,23 +174,22 @@ def _swap(state: State, walk: _Walk, layers: Int64, swaps: Swaps, chosen_A: NDAr
     walk.price_L[layers[chosen_A]] += swaps.price_A[chosen_A]
 
 
-def _spread(state: State, walk: _Walk) -> None:
-    """Give copies another node, the most crossing rows first, wherever an exchange of two slots lowers the total."""
+def _relocate(state: State, walk: _Walk) -> None:
+    """Give copies another place, the most to win first, wherever an exchange of two slots lowers the total: another
+    node where their rows start, or a rank that has their expert already."""
     shape = state.shape
     ranks, nodes_G = shape.rank_of_slot_S, shape.node_of_rank_G
-    nodes = nodes_G[ranks]
-    assert state.near_LEN is not None and state.node_LEN is not None
-    won_LEN = np.where(state.node_LEN == 0, state.near_LEN, 0.0)
+    # where an exchange of two slots cannot win anything but balance
+    alike = ranks if state.resident_price else nodes_G[ranks]
+    won_LEN = state.won_LEN()
     active = np.arange(len(state.slots_LS))
     tried = np.zeros(state.slots_LS.shape, bool)
     while active.size:
-        # the slot whose expert has most to win on another node
+        # the slot whose expert has most to win elsewhere
         row = active[:, None]
         experts = state.slots_LS[active]
-        lost = state.near_LEN[row, experts, nodes] * (state.node_LEN[row, experts, nodes] == 1)
-        hope = np.where(
-            tried[active], 0.0, won_LEN[active].max(axis=2)[np.arange(len(active))[:, None], experts] - lost
-        )
+        most = won_LEN[active].max(axis=2)[np.arange(len(active))[:, None], experts]
+        hope = np.where(tried[active], 0.0, most - state.lost(row, experts, ranks))
         slot = hope.argmax(axis=1)
         going = hope[np.arange(len(active)), slot] > 0
         active, slot, experts = active[going], slot[going], experts[going]
@@ -215,7 +214,7 @@ def _spread(state: State, walk: _Walk) -> None:
         taken = np.where(both, 2, np.maximum(cost_here, cost_there) >= top[:, :1])
         peak = np.maximum(peak, np.take_along_axis(top, taken.astype(np.int64), axis=1))
         change = peak - top[:, :1] + state.price(row, mine, here, ranks) + state.price(row, experts, ranks, here)
-        change = np.where((nodes == nodes[one]) | (experts == mine), np.inf, change)
+        change = np.where((alike == alike[one]) | (experts == mine), np.inf, change)
         best = change.argmin(axis=1)
         at = np.arange(len(active))
         better = change[at, best] < -1e-9
@@ -226,7 +225,7 @@ def _spread(state: State, walk: _Walk) -> None:
         state.swap(layer, a, b, moved[at, best][better])
         walk.price_L[layer] += price
         for expert in touched:
-            won_LEN[layer, expert] = np.where(state.node_LEN[layer, expert] == 0, state.near_LEN[layer, expert], 0.0)
+            won_LEN[layer, expert] = state.won_LEN(layer, expert)
         walk.record(layer)
 
 

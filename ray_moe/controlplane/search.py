@@ -95,8 +95,10 @@ class State:
         self.table_Gs = np.minimum((ends - sizes)[:, None] + width, np.maximum(ends - 1, 0)[:, None])
 
         self.before_LEG: Tally | None = None
-        if objective.migration and prior is not None:
+        self.resident_price = objective.resident / shape.num_slots
+        if objective.counts_moves and prior is not None:
             self.move_price, self.move_weight = objective.move_price, objective.migration / shape.num_slots
+            self.churn_price = objective.churn / shape.num_slots
             slots, ranks = surviving(prior, placed)
             self.before_LEG = tally(slots, ranks, experts, shape.num_ranks)
             self.before_LEN = tally(slots, shape.node_of_rank_G[ranks], experts, shape.num_nodes)
@@ -109,23 +111,36 @@ class State:
 
     # -- What a change costs
 
+    @property
+    def _priced(self) -> bool:
+        places = (self.before_LEG, self.near_LEN, self.domains_G)
+        return self.resident_price > 0 or any(each is not None for each in places)
+
     def enter(self, layer: Int64, expert: Int64, rank: Int64) -> Float64 | float:
         """Price of one more copy of `expert` on `rank`."""
-        if self.before_LEG is None:
+        if self.before_LEG is None and not self.resident_price:
             return 0.0
-        before, held = self.before_LEG[layer, expert, rank], self.held_LEG[layer, expert, rank]
-        return np.where(held >= before, self._move(layer, expert, rank, before), 0.0)
+        held = self.held_LEG[layer, expert, rank]
+        alone = self.resident_price * (held == 0)
+        if self.before_LEG is None:
+            return alone
+        before = self.before_LEG[layer, expert, rank]
+        return alone + np.where(held >= before, self._move(layer, expert, rank, before), 0.0)
 
     def leave(self, layer: Int64, expert: Int64, rank: Int64) -> Float64 | float:
         """Price of one copy of `expert` less on `rank`: what `enter` had counted, if it did, comes back."""
-        if self.before_LEG is None:
+        if self.before_LEG is None and not self.resident_price:
             return 0.0
-        before, held = self.before_LEG[layer, expert, rank], self.held_LEG[layer, expert, rank]
-        return np.where(held > before, -self._move(layer, expert, rank, before), 0.0)
+        held = self.held_LEG[layer, expert, rank]
+        alone = self.resident_price * (held == 1)
+        if self.before_LEG is None:
+            return -alone
+        before = self.before_LEG[layer, expert, rank]
+        return -alone - np.where(held > before, self._move(layer, expert, rank, before), 0.0)
 
     def _move(self, layer: Int64, expert: Int64, rank: Int64, before: Tally) -> Float64:
         on_node = self.before_LEN[layer, expert, self.shape.node_of_rank_G[rank]]
-        return self.move_weight * self.move_price.of(before, on_node)
+        return self.move_weight * self.move_price.of(before, on_node) + self.churn_price
 
     def price(self, layer: Int64, expert: Int64, source: Int64, target: Int64) -> Float64 | float:
         """Price of a copy that goes from rank `source` to `target`; infinite where a constraint forbids it."""
@@ -142,6 +157,21 @@ class State:
             same = self.domains_G[source] == self.domains_G[target]
             total = np.where(~same & self._in_domain(layer, expert, target), np.inf, total)
         return total
+
+    def won_LEN(self, *at: Int64) -> Float64:
+        """Topology won by a copy on each node, for `at` (layers, experts) or for all."""
+        if self.near_LEN is None or self.node_LEN is None:
+            return np.zeros((*self.counts_LE[at].shape, 1))
+        return np.where(self.node_LEN[at] == 0, self.near_LEN[at], 0.0)
+
+    def lost(self, layer: Int64, expert: Int64, rank: Int64) -> Float64:
+        """Topology lost by a copy that leaves `rank`, less the storage that it frees if another rank has its expert."""
+        frees = (self.held_LEG[layer, expert, rank] == 1) & (self.counts_LE[layer, expert] > 1)
+        lost = -self.resident_price * frees
+        if self.near_LEN is not None and self.node_LEN is not None:
+            node = self.shape.node_of_rank_G[rank]
+            lost = lost + self.near_LEN[layer, expert, node] * (self.node_LEN[layer, expert, node] == 1)
+        return lost
 
     def _in_domain(self, layer: Int64, expert: Int64, rank: Int64) -> NDArray[np.bool_]:
         if self.by_node_alone and self.node_LEN is not None:
@@ -205,7 +235,7 @@ class State:
         score = np.maximum(cost_a[..., None] - moved, self.cost_LG[layer, cold_b][:, :, None, :] + moved)
         score[score >= cost_a[..., None] - gain] = np.inf
         price: Float64 | None = None
-        if self.before_LEG is not None or self.near_LEN is not None or self.domains_G is not None:
+        if self._priced:
             wide = layers[:, None, None, None]
             hot_wide = hot[:, :, None, None]
             if cold.ndim == 2:

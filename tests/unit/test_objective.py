@@ -191,6 +191,18 @@ def test_every_term_agrees_with_a_slow_count(seed: int) -> None:
         cost += max(times - had[expert, rank], 0) * (price.same_rank if had[expert, rank] else near)
     assert terms.migration == pytest.approx(cost / shape.num_slots)
     assert terms.moved == sum((homes - had).values())
+    assert terms.churn == pytest.approx(sum((homes - had).values()) / shape.num_slots)
+    assert terms.resident == pytest.approx(len(homes) / shape.num_slots)
+
+
+def test_the_total_is_the_barrier_and_every_other_term_by_its_weight() -> None:
+    now, prior = placed(TWO_BY_TWO, [0, 0, 1, 2, 3, 4, 5, 5]), placed(TWO_BY_TWO, [0, 1, 2, 3, 4, 5, 0, 1])
+    objective = Objective(topology=0.5, migration=0.25, resident=2.0, churn=4.0)
+    terms = objective.evaluate(np.arange(1.0, 7.0)[None], now, prior)
+    assert terms.resident == 6 / 8, "two ranks hold an expert twice"
+    assert terms.churn == terms.moved / 8 == 5 / 8, "copies of 0, 1, 3 and both of 5 are new on their rank"
+    assert terms.moving == pytest.approx(0.25 * terms.migration + 4.0 * terms.churn)
+    assert terms.total == pytest.approx(terms.barrier + 0.5 * terms.topology + 2.0 * 6 / 8 + terms.moving)
 
 
 # -- Constraints

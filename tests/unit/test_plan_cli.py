@@ -162,6 +162,19 @@ def test_the_migration_policy_moves_less_than_the_pinned_solver(plan: Plan) -> N
     assert moved["migration"] * 2 < moved["global"]
 
 
+def test_a_weight_on_churn_or_storage_lowers_that_term_and_both_are_told_before_and_after(plan: Plan) -> None:
+    demand = np.random.default_rng(2).zipf(1.4, (2, 24)).tolist()
+    prior = [[slot % 24 for slot in range(32)]] * 2
+    asked = {"demand": demand, "num_slots": 32, "num_groups": 1, "prior": prior, "policy": "migration"}
+    free = plan(**asked, weights={"balance": 1.0})["objective"]
+    still = plan(**asked, weights={"balance": 1.0, "churn": 1.0})["objective"]
+    small = plan(**asked, weights={"balance": 1.0, "resident": 1.0})["objective"]
+    assert free["before"]["churn"] == 0 and free["before"]["total"] == free["before"]["balance"]
+    assert still["after"]["churn"] < free["after"]["churn"]
+    assert small["after"]["resident"] < free["after"]["resident"]
+    assert still["after"]["total"] <= still["before"]["total"]
+
+
 def test_several_files_are_several_plans_and_out_writes_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,9 @@ def cases(draw: st.DrawFn, most_slots: int = 40, most_ranks: int = 8, most_exper
     least = draw(st.integers(1, max(1, shape.num_slots // experts)))
     random = np.random.default_rng(draw(st.integers(0, 2**31)))
     loads = random.gamma(0.5, size=(2, experts)) * (random.random((2, experts)) < 0.9)
-    weights = {name: draw(st.sampled_from([0.0, 0.3, 1.0])) for name in ("topology", "migration", "phase")}
+    weights = {
+        name: draw(st.sampled_from([0.0, 0.3, 1.0])) for name in ("topology", "migration", "phase", "resident", "churn")
+    }
     balance = draw(st.sampled_from([1.0, 1.0, 0.0]))
     objective = Objective(
         balance=balance, decode=Decode(8, 2), min_replicas=least, anti_affinity=apart, move_price=EVEN_PRICE, **weights
@@ -257,6 +259,32 @@ def test_demand_that_does_not_change_moves_nothing_and_a_weight_too_high_for_any
     np.testing.assert_array_equal(stays.phy2log_LS, prior.phy2log_LS)
     settled = solve(before, shape, Objective(migration=0.01), prior)
     assert Objective().evaluate(before, settled, prior).moved.sum() <= 2
+
+
+def test_a_churn_weight_counts_moves_wherever_they_come_from() -> None:
+    before, after, shape = zipf(0.9, 4, 3, 64), zipf(0.9, 5, 3, 64), Shape.even(72, 8, 2)
+    prior = solve(before, shape)
+    free = solve(after, shape, Objective(migration=1e-6), prior)
+    held = solve(after, shape, Objective(churn=0.5), prior)
+    moved = [Objective().evaluate(after, each, prior).moved.sum() for each in (free, held)]
+    assert moved[1] < moved[0] / 2, moved
+    stays = solve(after, shape, Objective(churn=1e4), prior)
+    np.testing.assert_array_equal(stays.phy2log_LS, prior.phy2log_LS)
+
+
+def test_a_resident_weight_brings_copies_together_where_balance_allows_it() -> None:
+    loads, shape = np.array([[8.0, 8.0, 4.0, 4.0, 4.0, 4.0]]), Shape.even(8, 2)
+    apart = Placed(shape, 6, np.array([[0, 1, 2, 3, 0, 1, 4, 5]]))
+    together = improve(apart, loads, Objective(resident=0.1))
+    before, after = (Objective().evaluate(loads, each) for each in (apart, together))
+    assert (before.balance, before.resident) == (1.0, 1.0)
+    assert (after.balance, after.resident) == (1.0, 6 / 8)
+
+    loads, shape = zipf(1.2, 7, 2, 64), Shape.even(96, 8, 2)
+    free = Objective().evaluate(loads, solve(loads, shape))
+    kept = Objective().evaluate(loads, solve(loads, shape, Objective(resident=0.5)))
+    assert (kept.resident < 0.9 * free.resident).all(), (kept.resident, free.resident)
+    assert (kept.balance < free.balance + 0.02).all(), (kept.balance, free.balance)
 
 
 def test_a_lost_rank_moves_what_it_held_and_a_new_one_takes_its_share() -> None:
