@@ -105,8 +105,8 @@ def two_nodes(spec: ProcessGroupSpec) -> Topology:
 class Job:
     """Work that runs on peers right now."""
 
-    def __init__(self, peers: Peers, pipes: dict[int, Connection]) -> None:
-        self._peers, self._pipes = peers, pipes
+    def __init__(self, peers: Peers, pipes: dict[int, Connection], epoch: int) -> None:
+        self._peers, self._pipes, self._epoch = peers, pipes, epoch
         self._answers: dict[int, tuple[bool, Any]] = {}
 
     def results(self, *ranks: int) -> list[Any]:
@@ -120,13 +120,24 @@ class Job:
                 raise TimeoutError(f"ranks {sorted(missing)} gave no result within {JOB_SECONDS:g} s")
             for rank in missing:
                 if self._pipes[rank] in ready:
-                    self._answers[rank] = _received(self._pipes[rank])
+                    self._receive(rank)
         for rank in wanted:
             succeeded, value = self._answers[rank]
             if not succeeded:
                 value.add_note(f"on rank {rank}")
                 raise value
         return [self._answers[rank][1] for rank in wanted]
+
+    def _receive(self, rank: int) -> None:
+        """One answer; one to an earlier job, which nobody waited for, is passed over."""
+        try:
+            epoch, answer = pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            # The pipe of a killed process closes before the process is over: until then it still looks alive.
+            self._peers.bury(rank)
+            epoch, answer = self._epoch, (False, RuntimeError("the process died"))
+        if epoch == self._epoch:
+            self._answers[rank] = answer
 
 
 class Peers:
@@ -150,15 +161,22 @@ class Peers:
         pipes = {rank: self._living(rank).pipe for rank in ranks}
         for pipe in pipes.values():
             pipe.send_bytes(order)
-        return Job(self, pipes)
+        return Job(self, pipes, self._epochs)
 
     def _living(self, rank: int) -> _Process:
         held = self._processes.get(rank)
-        if held is None or not held.process.is_alive():
-            if held is not None:
-                held.pipe.close()
+        if held is not None and not held.process.is_alive():
+            self.bury(rank)
+            held = None
+        if held is None:
             self._processes[rank] = held = _start(rank)
         return held
+
+    def bury(self, rank: int) -> None:
+        """Forgets a process that has died, or is about to; the next job on the rank starts another one."""
+        held = self._processes.pop(rank)
+        held.pipe.close()
+        held.process.join(timeout=JOB_SECONDS)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         pid = self._processes[rank].process.pid
@@ -197,13 +215,6 @@ def shared_peers() -> Peers:
     return made
 
 
-def _received(pipe: Connection) -> tuple[bool, Any]:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return False, RuntimeError("the process died")
-
-
 def _start(rank: int) -> _Process:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -225,16 +236,16 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 
 def _answer(rank: int, pickled: bytes) -> bytes:
+    order: _Order = pickle.loads(pickled)
     try:
-        order: _Order = pickle.loads(pickled)
         group = join(order.kind, order.spec, GlobalRank(rank), order.store, order.seconds)
         _CURRENT[:] = [order]
         try:
-            return pickle.dumps((True, order.work(group, *order.args)))
+            return pickle.dumps((order.spec.epoch, (True, order.work(group, *order.args))))
         finally:
             for transport in _BESIDE:
                 transport.close()
             _BESIDE.clear()
             group.close()
     except Exception as error:  # noqa: BLE001 - whatever it is, the test that asked for the work gets it
-        return pickle.dumps((False, error))
+        return pickle.dumps((order.spec.epoch, (False, error)))
