@@ -351,6 +351,8 @@ def read_yaml(text: str, source: str) -> object:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{source + ': ' if source else ''}not valid YAML{where}: {problem}") from error
+    except (ValueError, RecursionError) as error:  # a date or a number that is none, or lists too deep
+        raise ConfigError(f"{source + ': ' if source else ''}not valid YAML: {error}") from error
 
 
 def _one_line(error: ValidationError, document: type[BaseModel], source: str) -> str:

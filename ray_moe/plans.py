@@ -15,8 +15,12 @@ from ray_moe.errors import ConfigError
 from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, read_yaml, shown
 
 PlanPolicy = Literal["auto", "hierarchical", "global", "greedy", "exact", "topology", "migration", "phase"]
-_Weight = Annotated[float, Field(ge=0)]
-_Above = Annotated[float, Field(gt=0)]
+_Weight = Annotated[float, Field(ge=0, le=1e9)]
+# Beyond any machine and model that is built: a slip of the keyboard is refused, not computed.
+_Slots = Annotated[int, Field(ge=1, le=1_000_000)]
+_Ranks = Annotated[int, Field(ge=1, le=65_536)]
+_Width = Annotated[int, Field(ge=1, le=1 << 24)]
+_ElementBytes = Annotated[float, Field(gt=0, le=16)]
 
 
 def _loads(given: object) -> object:
@@ -43,8 +47,8 @@ def _rows(given: object, field: str, kinds: tuple[type, ...], bound: str) -> obj
 class DecodeStep(Manifest):
     """A decode batch, which the phase policy needs: its tokens, each to `top_k` experts."""
 
-    tokens: Positive
-    top_k: Positive
+    tokens: _Width
+    top_k: _Width
 
 
 class Weights(Manifest):
@@ -61,10 +65,10 @@ class Weights(Manifest):
 class ExpertDocument(Manifest):
     """A SwiGLU expert; the default is DeepSeek-V3's, one byte a weight, rows of two bytes an element."""
 
-    hidden: Positive = 7168
-    ffn: Positive = 2048
-    weight_bytes: _Above = 1
-    row_bytes: _Above = 2
+    hidden: _Width = 7168
+    ffn: _Width = 2048
+    weight_bytes: _ElementBytes = 1
+    row_bytes: _ElementBytes = 2
 
 
 class PlanRequest(Manifest):
@@ -77,15 +81,15 @@ class PlanRequest(Manifest):
     """
 
     demand: Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_loads)]
-    num_slots: Positive
+    num_slots: _Slots
     num_groups: Positive = 1
     num_nodes: Positive = 1
-    num_gpus: Positive
+    num_gpus: _Ranks
     policy: PlanPolicy = "auto"
     prior: Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_experts)] | None = None
     expert_bytes: Positive | None = None
     expert: ExpertDocument | None = None
-    pool_slots: Positive | None = None
+    pool_slots: Annotated[int, Field(ge=1, le=65_536)] | None = None
     slots_by_rank: AsTuple[Natural] | None = None
     min_replicas: Positive = 1
     anti_affinity: Literal["none", "rank", "node"] = "none"
@@ -134,7 +138,7 @@ class PlanRequest(Manifest):
 class ConstantDocument(Manifest):
     """A figure of the cost model, with its unit and where it comes from."""
 
-    value: _Above
+    value: Annotated[float, Field(gt=0)]
     unit: str
     source: Annotated[str, Field(min_length=1)]
 
@@ -214,6 +218,8 @@ def read_document(text: str, source: str) -> object:
         raise ConfigError(
             f"{source}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists too deep
+        raise ConfigError(f"{source}: not valid JSON: {error}") from error
 
 
 def recipe_values(document: RecipeDocument) -> dict[str, Any]:

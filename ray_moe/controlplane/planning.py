@@ -19,7 +19,7 @@ from ray_moe.controlplane.exact import exact
 from ray_moe.controlplane.greedy import greedy
 from ray_moe.controlplane.objective import Decode, Objective
 from ray_moe.controlplane.placed import SLOT_RULE, Placed, Shape
-from ray_moe.controlplane.refine import solve
+from ray_moe.controlplane.refine import require_fulfilled, solve
 from ray_moe.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -112,10 +112,25 @@ def _pinned(problem: Problem, policy: str) -> Solution:
 SOLVERS: dict[str, Callable[[Problem], Placed]] = {
     "greedy": lambda problem: greedy(problem.loads_LE, problem.shape, problem.objective),
     "exact": lambda problem: exact(problem.loads_LE, problem.shape, problem.objective, _kept(problem)),
-    "topology": lambda problem: solve(problem.loads_LE, problem.shape, problem.objective, _kept(problem)),
-    "migration": lambda problem: solve(problem.loads_LE, problem.shape, problem.objective, _kept(problem)),
-    "phase": lambda problem: solve(problem.loads_LE, problem.shape, problem.objective, _kept(problem)),
+    "topology": lambda problem: _searched(problem),
+    "migration": lambda problem: _searched(problem),
+    "phase": lambda problem: _searched(problem),
 }
+
+
+def _searched(problem: Problem) -> Placed:
+    """What the search finds, or layer by layer what is in place where that is better and may stay."""
+    objective, prior = problem.objective, problem.prior
+    found = solve(problem.loads_LE, problem.shape, objective, _kept(problem))
+    if prior is None or prior.shape != problem.shape:
+        return found
+    try:
+        require_fulfilled(prior, objective)
+    except ConfigError:  # a prior may break what is asked now, and then is no answer
+        return found
+    ours, theirs = (objective.evaluate(problem.loads_LE, each, prior).total for each in (found, prior))
+    stays = np.flatnonzero(theirs < ours)
+    return found.with_layers(stays, prior.phy2log_LS[stays])
 
 
 def _kept(problem: Problem) -> Placed | None:

@@ -111,7 +111,7 @@ def improve(
     """
     objective, budget = objective or Objective(), budget or Budget()
     loads = checked_loads(loads_LE, placed.num_experts, len(placed.phy2log_LS))
-    _require_fulfilled(placed, objective)
+    require_fulfilled(placed, objective)
     state = State(placed, loads, objective, prior or placed)
     walk = _Walk(state, objective.evaluate(loads, placed, prior or placed))
     _descend(state, walk, budget)
@@ -229,7 +229,8 @@ def _relocate(state: State, walk: _Walk) -> None:
         walk.record(layer)
 
 
-def _require_fulfilled(placed: Placed, objective: Objective) -> None:
+def require_fulfilled(placed: Placed, objective: Objective) -> None:
+    """Raises `ConfigError` naming the first expert that breaks a constraint."""
     if placed.counts_LE.min() < objective.min_replicas:
         layer, expert = np.argwhere(placed.counts_LE < objective.min_replicas)[0]
         raise ConfigError(

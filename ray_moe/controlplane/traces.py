@@ -132,6 +132,11 @@ class Trace:
             "shifts": list(self.shifts),
             "recipe": None if self.recipe is None else asdict(self.recipe),
         }
+        largest = max(float(step_LE.max()) for step_LE in self)
+        if largest > np.iinfo(np.uint32).max:
+            raise ConfigError(
+                f"{self.name}: loads of a saved trace must be <= {np.iinfo(np.uint32).max}, found {largest:.0f}"
+            )
         file = io.BytesIO()
         loads = np.stack([step_LE.astype(np.uint32) for step_LE in self])
         np.savez_compressed(file, header=np.array(json.dumps(header)), loads=loads)

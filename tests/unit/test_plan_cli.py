@@ -175,6 +175,32 @@ def test_a_weight_on_churn_or_storage_lowers_that_term_and_both_are_told_before_
     assert still["after"]["total"] <= still["before"]["total"]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {
+            "demand": [[1, 1], [0, 2]],
+            "num_slots": 6,
+            "num_gpus": 3,
+            "policy": "topology",
+            "prior": [[1, 0, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1]],
+        },
+        {
+            "demand": [[4, 4.570759476824257, 1, 96], [2, 1, 1, 0]],
+            "num_slots": 8,
+            "num_nodes": 1,
+            "policy": "phase",
+            "prior": [[3, 0, 1, 0, 2, 0, 2, 2], [2, 1, 2, 0, 0, 0, 3, 1]],
+            "slots_by_rank": [3, 4, 1, 0],
+        },
+    ],
+    ids=["topology", "phase"],
+)
+def test_a_layer_that_is_better_as_it_is_stays(plan: Plan, asked: dict[str, Any]) -> None:
+    found = plan(**asked)["objective"]
+    assert found["after"]["total"] <= found["before"]["total"]
+
+
 def test_several_files_are_several_plans_and_out_writes_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +271,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_slots": 3}, "num_slots: found 3, must be >= the 4 experts of demand"),
     ({"num_slots": "8"}, "num_slots: found '8', input should be a valid integer"),
     ({"num_gpus": 0}, "num_gpus: found 0, input should be greater than or equal to 1"),
+    ({"num_slots": 10**11}, "num_slots: found 100000000000, input should be less than or equal to 1000000"),
+    (
+        {"weights": {"balance": 1e308}},
+        "weights.balance: found 1e+308, input should be less than or equal to 1000000000",
+    ),
+    (
+        {"expert": {"weight_bytes": 1e308}},
+        "expert.weight_bytes: found 1e+308, input should be less than or equal to 16",
+    ),
     ({"num_nodes": 5}, "num_nodes: found 5, must be <= num_gpus 4"),
     ({"policy": "best"}, "policy: found 'best', input should be 'auto', 'hierarchical'"),
     ({"polcy": "auto"}, "polcy: no such field (value 'auto'), did you mean policy?"),
