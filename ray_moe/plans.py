@@ -19,6 +19,7 @@ _Weight = Annotated[float, Field(ge=0, le=1e9)]
 # Beyond any machine and model that is built: a slip of the keyboard is refused, not computed.
 _Slots = Annotated[int, Field(ge=1, le=1_000_000)]
 _Ranks = Annotated[int, Field(ge=1, le=65_536)]
+_Steps = Annotated[int, Field(ge=1, le=1_000_000)]
 _Width = Annotated[int, Field(ge=1, le=1 << 24)]
 _ElementBytes = Annotated[float, Field(gt=0, le=16)]
 
@@ -167,10 +168,10 @@ class RecipeDocument(Manifest):
 
     generator: str
     seed: Natural = 0
-    steps: Positive = 1000
-    layers: Positive = 4
-    experts: Positive = 256
-    routes: Positive = 1 << 20
+    steps: _Steps = 1000
+    layers: Annotated[int, Field(ge=1, le=1024)] = 4
+    experts: Annotated[int, Field(ge=1, le=65_536)] = 256
+    routes: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 20
     exponent: float | None = None
     shift_every: int | None = None
     shift_share: float | None = None
@@ -191,19 +192,19 @@ class Scenario(Manifest):
     """
 
     trace: RecipeDocument | str = RecipeDocument(generator="drift")
-    gpus: AsTuple[Positive] = (32,)
-    gpus_per_node: Positive = 8
-    slots_per_gpu: Positive | None = None
-    spare: _Weight = 0.125
+    gpus: AsTuple[_Ranks] = (32,)
+    gpus_per_node: _Ranks = 8
+    slots_per_gpu: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    spare: Annotated[float, Field(ge=0, le=1000)] = 0.125
     groups: Positive = 8
     policies: AsTuple[str] = ("static", "reference", "reference_global", "migration")
-    cadences: AsTuple[Positive] = (25,)
+    cadences: AsTuple[_Steps] = (25,)
     estimator: str = "window"
-    window: Positive = 25
+    window: _Steps = 25
     migration_weight: _Weight = 0.1
-    oracle_every: Natural = 1
+    oracle_every: Annotated[int, Field(ge=0, le=1_000_000)] = 1
     target: Annotated[float, Field(ge=1)] = 1.10
-    grace: Natural = 200
+    grace: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     expert: ExpertDocument = ExpertDocument()
     costs: str | None = None
 

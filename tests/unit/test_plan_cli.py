@@ -405,6 +405,7 @@ def wrong_simulations() -> Iterator[tuple[list[str], str]]:
     yield ["--gpus", "12"], "gpus: found 12, must be a multiple of gpus_per_node 8, or less"
     yield ["--gpus", "4,x"], "gpus.1: found 'x'"
     yield ["--policies", "best"], "policies: found 'best', must be one of static"
+    yield ["--gpus", "8000000000000"], "gpus.0: found 8000000000000, input should be less than or equal to 65536"
     yield ["--cadences", "0"], "cadences.0: found 0, input should be greater than or equal to 1"
     yield ["--set", "slots_per_gpu=1", "--gpus", "8"], "slots_per_gpu: found 1 on 8 gpus, must hold the 32 experts"
     yield ["--trace", "nowhere.npz"], "nowhere.npz: cannot be read: No such file"
