@@ -20,7 +20,7 @@ _Weight = Annotated[float, Field(ge=0, le=1e9)]
 _Slots = Annotated[int, Field(ge=1, le=1_000_000)]
 _Ranks = Annotated[int, Field(ge=1, le=65_536)]
 _Steps = Annotated[int, Field(ge=1, le=1_000_000)]
-_Width = Annotated[int, Field(ge=1, le=1 << 24)]
+_Count = Annotated[int, Field(ge=1, le=1 << 24)]
 _ElementBytes = Annotated[float, Field(gt=0, le=16)]
 
 
@@ -48,8 +48,8 @@ def _rows(given: object, field: str, kinds: tuple[type, ...], bound: str) -> obj
 class DecodeStep(Manifest):
     """A decode batch, which the phase policy needs: its tokens, each to `top_k` experts."""
 
-    tokens: _Width
-    top_k: _Width
+    tokens: _Count
+    top_k: _Count
 
 
 class Weights(Manifest):
@@ -66,8 +66,8 @@ class Weights(Manifest):
 class ExpertDocument(Manifest):
     """A SwiGLU expert; the default is DeepSeek-V3's, one byte a weight, rows of two bytes an element."""
 
-    hidden: _Width = 7168
-    ffn: _Width = 2048
+    hidden: _Count = 7168
+    ffn: _Count = 2048
     weight_bytes: _ElementBytes = 1
     row_bytes: _ElementBytes = 2
 
@@ -192,13 +192,13 @@ class Scenario(Manifest):
     """
 
     trace: RecipeDocument | str = RecipeDocument(generator="drift")
-    gpus: AsTuple[_Ranks] = (32,)
+    gpus: Annotated[AsTuple[_Ranks], Field(min_length=1)] = (32,)
     gpus_per_node: _Ranks = 8
     slots_per_gpu: Annotated[int, Field(ge=1, le=65_536)] | None = None
     spare: Annotated[float, Field(ge=0, le=1000)] = 0.125
     groups: Positive = 8
-    policies: AsTuple[str] = ("static", "reference", "reference_global", "migration")
-    cadences: AsTuple[_Steps] = (25,)
+    policies: Annotated[AsTuple[str], Field(min_length=1)] = ("static", "reference", "reference_global", "migration")
+    cadences: Annotated[AsTuple[_Steps], Field(min_length=1)] = (25,)
     estimator: str = "window"
     window: _Steps = 25
     migration_weight: _Weight = 0.1

@@ -81,6 +81,8 @@ def _plan(file: Path, text: str, policy: str | None, layer: int | None, draw: bo
     request = PlanRequest.parse(values, str(file))
     digest = sha256(text.encode()).hexdigest()
     demand = Demand.stamped(np.array(request.demand), file.name, digest)
+    if layer is not None and not 0 <= layer < len(demand.loads_LE):
+        raise ConfigError(f"--layer: found {layer}, must be in [0, {len(demand.loads_LE)})")
     problem = _problem(request, demand)
     solution, first_ms, solve_ms = _timed(problem, request.policy)
     before = unplanned(problem)
@@ -100,8 +102,6 @@ def _plan(file: Path, text: str, policy: str | None, layer: int | None, draw: bo
     if not draw:
         return document, b""
     worst = int(np.argmax(document["imbalance"])) if layer is None else layer
-    if not 0 <= worst < len(demand.loads_LE):
-        raise ConfigError(f"--layer: found {worst}, must be in [0, {len(demand.loads_LE)})")
     return document, heat_map(demand.loads_LE[worst], worst, before, solution.placed)
 
 

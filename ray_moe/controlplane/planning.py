@@ -109,15 +109,6 @@ def _pinned(problem: Problem, policy: str) -> Solution:
     )
 
 
-SOLVERS: dict[str, Callable[[Problem], Placed]] = {
-    "greedy": lambda problem: greedy(problem.loads_LE, problem.shape, problem.objective),
-    "exact": lambda problem: exact(problem.loads_LE, problem.shape, problem.objective, _kept(problem)),
-    "topology": lambda problem: _searched(problem),
-    "migration": lambda problem: _searched(problem),
-    "phase": lambda problem: _searched(problem),
-}
-
-
 def _searched(problem: Problem) -> Placed:
     """What the search finds, or layer by layer what is in place where that is better and may stay."""
     objective, prior = problem.objective, problem.prior
@@ -136,6 +127,15 @@ def _searched(problem: Problem) -> Placed:
 def _kept(problem: Problem) -> Placed | None:
     """What is in place, where the objective counts moves."""
     return problem.prior if problem.objective.counts_moves else None
+
+
+SOLVERS: dict[str, Callable[[Problem], Placed]] = {
+    "greedy": lambda problem: greedy(problem.loads_LE, problem.shape, problem.objective),
+    "exact": lambda problem: exact(problem.loads_LE, problem.shape, problem.objective, _kept(problem)),
+    "topology": _searched,
+    "migration": _searched,
+    "phase": _searched,
+}
 
 
 def _numbered(placed: Placed) -> tuple[Ints, Ints]:

@@ -43,7 +43,15 @@ def _head(plan: Mapping[str, Any]) -> RenderableType:
             f"solved in {plan['solve_ms']:.2f} ms"
         ),
         Text(_memory(plan)),
+        Text(_objective(plan["objective"])),
     )
+
+
+def _objective(objective: Mapping[str, Any]) -> str:
+    """The terms that the plan changes, means over the layers."""
+    before, after = objective["before"], objective["after"]
+    changed = [f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after if before[name] != after[name]]
+    return f"objective: {', '.join(changed) or 'nothing changes'}"
 
 
 def _memory(plan: Mapping[str, Any]) -> str:

@@ -343,6 +343,7 @@ def test_files_and_layers_that_do_not_exist_are_refused(tmp_path: Path, capsys: 
         (["plan", str(tmp_path / "none.json")], "none.json: cannot be read: No such file"),
         (["plan", teaching, "--png", str(tmp_path / "no" / "a.png")], "a.png: cannot be written: No such file"),
         (["plan", teaching, "--png", str(tmp_path / "a.png"), "--layer", "1"], "--layer: found 1, must be in [0, 1)"),
+        (["plan", teaching, "--layer", "1"], "--layer: found 1, must be in [0, 1)"),
         (["plan", teaching, teaching, "--png", str(tmp_path / "a.png")], "--png draws one plan, found 2 files"),
     ):
         assert run(arguments) == 2
@@ -406,6 +407,7 @@ def wrong_simulations() -> Iterator[tuple[list[str], str]]:
     yield ["--gpus", "4,x"], "gpus.1: found 'x'"
     yield ["--policies", "best"], "policies: found 'best', must be one of static"
     yield ["--gpus", "8000000000000"], "gpus.0: found 8000000000000, input should be less than or equal to 65536"
+    yield ["--set", "policies=[]"], "policies: found []"
     yield ["--cadences", "0"], "cadences.0: found 0, input should be greater than or equal to 1"
     yield ["--set", "slots_per_gpu=1", "--gpus", "8"], "slots_per_gpu: found 1 on 8 gpus, must hold the 32 experts"
     yield ["--trace", "nowhere.npz"], "nowhere.npz: cannot be read: No such file"
