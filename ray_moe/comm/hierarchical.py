@@ -21,7 +21,6 @@ from ray_moe.comm.exchange import Arrived, Exchange, StagedExchange
 from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.transports import CountMatrix, LinkRows, nothing_crosses, runs
 from ray_moe.errors import StaleHandleError
-from ray_moe.evidence import RowSlots
 from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.topology_ledger import hierarchical_path
 
@@ -76,13 +75,7 @@ class Hierarchical:
                     leaves, arrives = before[source][destination] == mine, after[source][destination] == mine
                     sent += rows * (leaves and not arrives)
                     received += rows * (arrives and not leaves)
-        kept = counts_PP[mine][mine]
-        return LinkRows(
-            RowSlots(sent),
-            RowSlots(received),
-            useful_sent=RowSlots(sum(counts_PP[mine]) - kept),
-            useful_received=RowSlots(sum(line[mine] for line in counts_PP) - kept),
-        )
+        return LinkRows.of(sent, received, counts_PP, mine)
 
     @property
     def bytes_moved(self) -> tuple[int, int]:

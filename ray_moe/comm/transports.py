@@ -41,6 +41,17 @@ class LinkRows:
     useful_received: RowSlots
 
     @staticmethod
+    def of(sent: int, received: int, counts_PP: CountMatrix, peer_slot: int) -> LinkRows:
+        """Rows on the links of the peer in `peer_slot`; what is useful of them follows from the counts."""
+        kept = counts_PP[peer_slot][peer_slot]
+        return LinkRows(
+            RowSlots(sent),
+            RowSlots(received),
+            useful_sent=RowSlots(sum(counts_PP[peer_slot]) - kept),
+            useful_received=RowSlots(sum(line[peer_slot] for line in counts_PP) - kept),
+        )
+
+    @staticmethod
     def total(parts: Iterable[LinkRows]) -> LinkRows:
         """Several exchanges together."""
         sums = {name: RowSlots(0) for name in ("sent", "received", "useful_sent", "useful_received")}
@@ -91,14 +102,7 @@ class _OverOneGroup(ABC):
 
     def link_rows(self, counts_PP: CountMatrix) -> LinkRows:
         sent, received = (0, 0) if nothing_crosses(counts_PP) else self._on_links(counts_PP)
-        mine = self.group.peer_slot
-        kept = counts_PP[mine][mine]
-        return LinkRows(
-            RowSlots(sent),
-            RowSlots(received),
-            useful_sent=RowSlots(sum(counts_PP[mine]) - kept),
-            useful_received=RowSlots(sum(line[mine] for line in counts_PP) - kept),
-        )
+        return LinkRows.of(sent, received, counts_PP, self.group.peer_slot)
 
     @property
     def bytes_moved(self) -> tuple[int, int]:
