@@ -9,9 +9,11 @@ from pathlib import Path
 import ray
 import torch
 
+from ray_moe.comm.join import transport_named
 from ray_moe.comm.probe import probe
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
+from ray_moe.dataplane.adaptive import Chooser
 from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI
 from ray_moe.dataplane.precision import DtypeRoles, break_even_width, codec_named
@@ -110,6 +112,11 @@ def check_choices(config: ClusterConfig, hidden: int) -> None:
 
 def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int, BlockFacts]) -> Backend:
     """How a peer of this cluster executes its layers."""
+    alternatives = {
+        choice: (transport_named(name, transport.group, chunks=config.transport_chunks), runner)
+        for choice in config.adaptive
+        for name, runner in [choice.split("+")]
+    }
     buckets = [DecodeBucket(bucket.rank_tokens, bucket.slot_rows) for bucket in config.decode_buckets]
     return Backend(
         transport=transport,
@@ -119,6 +126,8 @@ def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int,
         blocks=blocks,
         block_rows=config.block_rows,
         executables=Executables(buckets, torch.device(config.device)) if buckets else None,
+        alternatives=alternatives,
+        chooser=Chooser(len(alternatives)) if alternatives else None,
     )
 
 
@@ -138,6 +147,13 @@ def store_host(nodes: Sequence[str]) -> str:
     if set(nodes) == {ray.get_runtime_context().get_node_id()}:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())
+
+
+def known_nodes(domains: int) -> tuple[str, ...]:
+    """The nodes of a cluster whose placement has so many domains: after a restart only their number is known."""
+    here = str(ray.get_runtime_context().get_node_id())
+    alive = tuple(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
+    return (here,) if domains == 1 or len(alive) == 1 else alive
 
 
 def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot, facts: ModelFacts) -> ReleaseBundle:
@@ -165,7 +181,8 @@ def phase_backends(config: ClusterConfig) -> tuple[tuple[str, str], ...]:
     """(phase, group + transport + runner + strategy); decode names its executables before the path it falls back to."""
     transport = config.transport if config.transport_chunks == 1 else f"{config.transport}/{config.transport_chunks}"
     strategy = config.strategy if config.strategy in _WHOLE else f"{config.strategy}/{config.strategy_parts}"
-    eager = f"{config.group}+{transport}+{config.runner}+{strategy}"
+    chosen = f"[{' | '.join(config.adaptive)}]" if config.adaptive else f"{transport}+{config.runner}"
+    eager = f"{config.group}+{chosen}+{strategy}"
     buckets = ",".join(f"{bucket.rank_tokens}x{bucket.slot_rows}" for bucket in config.decode_buckets)
     decode = f"{config.group}+padded_all_to_all+masked_decode[{buckets}], else {eager}" if buckets else eager
     return (("prefill", eager), ("decode", decode))

@@ -1,38 +1,45 @@
-"""The controller actor: brings a cluster up, publishes placements, watches peers, takes the cluster down.
+"""The controller actor: brings a cluster up, watches it, and carries out what the reconciler asks for.
 
-Placement is decided by pure functions of `controlplane`; this file runs what they decide, in this order for every
-generation: place, fill beside the serving slots, verify digests, publish, stage on all peers, later retire and free.
+What shall be is decided by pure functions of `controlplane`, and done by the `Conductor`, round after round; this actor
+is how others reach it, and what becomes of the cluster as a whole. Ray starts it again when its process dies; it then
+goes on from the journal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.bringup import find_model, release_bundle, seats_of, store_host
-from ray_moe.actors.remote import create_expert, create_routing, kill
+from ray_moe.actors.bringup import find_model, known_nodes, release_bundle, store_host
+from ray_moe.actors.conductor import Conductor
+from ray_moe.actors.journal import Journal, Record
+from ray_moe.actors.lookout import Lookout
+from ray_moe.actors.pilot import Pilot
+from ray_moe.actors.remote import create_routing, find_expert, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
-from ray_moe.actors.routing import Retired
-from ray_moe.comm.rendezvous import RendezvousStore
-from ray_moe.config import ClusterConfig, expand_replicas
+from ray_moe.actors.startup import Startup
+from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
+from ray_moe.config import ClusterConfig
+from ray_moe.controlplane import asking
+from ray_moe.controlplane.effects import Observed
+from ray_moe.controlplane.elastic import even_homes
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.controlplane.solve import Assignment, PoolSlot, balanced, fills, place, pool_capacity, retired_slots
+from ray_moe.controlplane.operations import ByHomes, ByLoads, ControlState, Operation, Target
+from ray_moe.controlplane.preview import Preview, preview
 from ray_moe.deadline import ray_await
-from ray_moe.engine.records import EngineStatus, LoadProgress, ModelFacts
-from ray_moe.errors import DeadlineError, NotServingError, PeerLostError, RayMoEError
-from ray_moe.identity import GlobalRank, PlacementVersion
-from ray_moe.placement import CheckpointVersion, PlacementSnapshot
-from ray_moe.topology import ProcessGroupSpec, Topology
+from ray_moe.engine.records import LoadProgress
+from ray_moe.errors import ConfigError, NotServingError, PeerLostError, RayMoEError
+from ray_moe.placement import PlacementSnapshot
 
 _LOG = logging.getLogger(__name__)
-_TICK_S = 0.5
 
 
 class ClusterState(StrEnum):
@@ -66,18 +73,19 @@ class ControllerActor:
         self._config = config
         self._state = ClusterState.STARTING
         self._peers: dict[int, ActorHandle] = {}
-        self._lost: dict[int, str] = {}
+        self._lookout = Lookout(config, self._peers)
         self._failure = ""  # why the epoch is broken although nobody died
-        self._statuses: dict[int, EngineStatus] = {}
         self._routing: ActorHandle | None = None
         self._store: RendezvousStore | None = None
-        self._facts: ModelFacts | None = None
-        self._model_path = Path()
-        self._capacity = 0
-        self._publishing = asyncio.Lock()
-        self._starting: asyncio.Task[Any] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._journal = Journal(config)
+        self._record: Record | None = None  # what the cluster was brought up with, or found after a restart
+        self._conductor: Conductor | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._pilot: Pilot | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Future[None] | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            ray.get_runtime_context().current_actor.resume.remote()  # nobody else would call it
 
     # ---- up ----
 
@@ -91,227 +99,205 @@ class ControllerActor:
                 self._advance("fail")
             self._kill_all()
             raise
-        self._advance("serve")
-        self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(_log_failure)
+        self._serve()
 
     async def _start(self) -> None:
         config = self._config
-        self._model_path = await asyncio.to_thread(find_model, config)
+        model_path = await asyncio.to_thread(find_model, config)
         self._routing = create_routing(config)
-        self._peers = {rank: create_expert(config, rank) for rank in range(config.peers)}
-        facts: list[ModelFacts] = await self._all("load", self._model_path)
-        self._facts = facts[0]
-        nodes: list[str] = await self._all("node")
-        first = self._first_placement(facts[0], nodes)
-        await self._all("allocate", self._capacity)
-        verified = await self._fill(first, prior=None)
-        self._store = RendezvousStore(store_host(nodes), config.start_deadline_s)
-        await self._all("join", verified.group, verified.topology, self._store.address)
-        bundle = release_bundle(config, verified, facts[0])
-        await self._ask(self._routing.publish.remote(verified, bundle), "publish the first placement")
-        await self._all("serve", self._routing, tuple(self._peers.values()))
+        startup = Startup(config, self._peers)
+        loaded = await startup.load(model_path)
+        verified = await startup.fill(loaded.first)
+        self._store = RendezvousStore(store_host(loaded.nodes), config.start_deadline_s)
+        await startup.open(verified, loaded.facts, self._routing, self._store.address)
+        control = ControlState(next_rank=config.peers, next_epoch=verified.group.epoch + 1)
+        self._record = Record(control, loaded.storage, loaded.facts, model_path, (verified,))
+        self._journal.write(self._record)
 
-    def _first_placement(self, facts: ModelFacts, nodes: Sequence[str]) -> PlacementSnapshot:
-        config = self._config
-        ranks = tuple(GlobalRank(rank) for rank in self._peers)
-        assignment = balanced(
-            dict.fromkeys(facts.moe_layers, facts.num_experts),
-            ranks,
-            replicas=expand_replicas(config.replicas, facts.moe_layers),
-            spare_slots=config.spare_slots,
-        )
-        self._capacity = pool_capacity(assignment)
-        group, topology = seats_of(config, nodes)
-        return self._place(assignment, generation=1, group=group, topology=topology, prior=None, live=())
-
-    def _place(
-        self,
-        assignment: Assignment,
-        *,
-        generation: int,
-        group: ProcessGroupSpec,
-        topology: Topology,
-        prior: PlacementSnapshot | None,
-        live: Sequence[PlacementSnapshot],
-    ) -> PlacementSnapshot:
-        checkpoint = CheckpointVersion(self._require_facts().checkpoint_version)
-        return place(
-            assignment,
-            generation=generation,
-            version=PlacementVersion(f"placement-v{generation}"),
-            release_id=f"{self._config.name}-{checkpoint.value[:12]}",
-            checkpoint=checkpoint,
-            group=group,
-            topology=topology,
-            prior=prior,
-            capacity=self._capacity,
-            live=live,
-        )
-
-    async def _fill(self, candidate: PlacementSnapshot, prior: PlacementSnapshot | None) -> PlacementSnapshot:
-        """Load what `candidate` needs beyond `prior`, and return it carrying the digests that its owners report.
-
-        When a peer fails, the slots that the others filled are freed again.
-        """
-        wanted = fills(candidate, prior)
-        ranks = sorted({item.rank.value for item in wanted})
-        work = [
-            self._ask(
-                self._peers[rank].fill.remote([item for item in wanted if item.rank.value == rank]),
-                f"fill slots on rank {rank}",
-            )
-            for rank in ranks
-        ]
-        results = await asyncio.gather(*work, return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            for rank, result in zip(ranks, results, strict=True):
-                if isinstance(result, dict):
-                    self._peers[rank].free.remote(tuple(result))
-            raise failures[0]
-        digests = {
-            (layer, rank, pool_slot): digest
-            for rank, result in zip(ranks, results, strict=True)
-            if isinstance(result, dict)
-            for (layer, pool_slot), digest in result.items()
-        }
-        return candidate.with_digests(digests)
-
-    # ---- generations ----
-
-    async def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
-        """Place, fill, verify and publish another generation while requests run; returns its number.
-
-        `replicas[(layer, expert)]` is the wanted number of copies, 1 where absent. The old generation serves until
-        every peer has staged the new one, then drains. Raises `ConfigError` for a request out of bounds,
-        `PlacementError` when the slot pools have no room for both, and whatever filling raises; the old generation then
-        goes on serving.
-        """
-        async with self._publishing:
-            await self._look_at_all()
-            routing = self._require_serving()
-            await self._all("stage")  # whoever failed to stage the active generation does it now, before the next
-            live: tuple[PlacementSnapshot, ...] = await self._ask(routing.live.remote(), "live generations")
-            prior = live[-1]
-            facts = self._require_facts()
-            assignment = balanced(
-                dict.fromkeys(facts.moe_layers, facts.num_experts),
-                prior.group.peers,
-                replicas=replicas,
-                spare_slots=self._config.spare_slots,
-            )
-            candidate = self._place(
-                assignment,
-                generation=prior.generation + 1,
-                group=prior.group,
-                topology=prior.topology,
-                prior=prior,
-                live=live,
-            )
-            verified = await self._fill(candidate, prior)
-            bundle = release_bundle(self._config, verified, facts)
-            try:
-                await self._ask(routing.publish.remote(verified, bundle), f"publish generation {verified.generation}")
-            except RayMoEError:
-                await self._free(retired_slots(verified, live))
-                raise
-            await self._all("stage")
-            return verified.generation
-
-    async def _retire(self) -> None:
-        """Retire what nobody refers to any more, and free its slots."""
-        if self._routing is None or not self._statuses:
+    async def resume(self) -> None:
+        """Go on after this process was started again: from the journal, with the actors that are there."""
+        if self._state is not ClusterState.STARTING or self._starting is not None:
             return
-        committed = min(status.steps_agreed for status in self._statuses.values())
-        due: Retired = await self._ask(self._routing.retire_due.remote(committed), "retire generations")
-        for snapshot in due.retired:
-            await self._free(retired_slots(snapshot, due.live))
-
-    async def _free(self, slots: Iterable[PoolSlot]) -> None:
-        by_rank: dict[int, list[tuple[int, int]]] = {}
-        for rank, layer, pool_slot in slots:
-            by_rank.setdefault(rank.value, []).append((layer, pool_slot))
-        await asyncio.gather(
-            *(
-                self._ask(self._peers[rank].free.remote(free), f"free slots on rank {rank}")
-                for rank, free in by_rank.items()
-                if rank not in self._lost
-            )
+        record = await asyncio.to_thread(self._journal.read)
+        if record is None:
+            return  # it died before the cluster served: whoever starts it gives up, and ends what is left
+        self._record, self._routing = record, create_routing(self._config)
+        for rank in range(record.control.next_rank):
+            with suppress(NotServingError):  # it left, or it was never made
+                self._peers[rank] = find_expert(self._config.name, rank)
+        active = record.live[-1]
+        self._lookout.live = record.live
+        self._lookout.missing(rank.value for rank in active.group.peers if rank.value not in self._peers)
+        self._store = RendezvousStore(
+            store_host(known_nodes(len(active.topology.domains))), self._config.start_deadline_s
         )
+        _LOG.warning("the controller of %s goes on after a restart", self._config.name)
+        self._serve()
 
-    # ---- health ----
+    def _serve(self) -> None:
+        assert self._record is not None
+        self._conductor = Conductor(
+            self._config,
+            self._record,
+            self._journal,
+            self._peers,
+            self._require_routing(),
+            self._look,
+            self._store_address,
+        )
+        known = self._known
+        self._pilot = Pilot(self._config, known.facts, known.storage, self._peers, self._lookout, self._conductor)
+        self._advance("serve")
+        self._watching = [asyncio.create_task(each.rounds()) for each in (self._conductor, self._pilot)]
+        for task in self._watching:
+            task.add_done_callback(_log_failure)
 
-    async def _watch(self) -> None:
-        while self._state in (ClusterState.SERVING, ClusterState.DEGRADED):
-            try:
-                await self._look_at_all()
-                if self._state is ClusterState.SERVING and not self._publishing.locked():
-                    async with self._publishing:
-                        await self._retire()
-            except RayMoEError as error:
-                # The watch goes on whatever one round of it finds: a later peer's death must still be seen.
-                _LOG.warning("watching %s: %s", self._config.name, error)
-            await asyncio.sleep(_TICK_S)
+    # ---- what is there ----
 
-    async def _look_at_all(self) -> None:
-        await asyncio.gather(*(self._look_at(rank) for rank in self._peers if rank not in self._lost))
+    async def _look(self) -> Observed | None:
+        """What is there now, None when nothing can be changed any more.
 
-    async def _look_at(self, rank: int) -> None:
-        try:
-            status: EngineStatus = await ray_await(
-                self._peers[rank].status.remote(), self._config.step_deadline_s, f"status of rank {rank}"
-            )
-        except RayActorError:
-            await self._bury(rank, f"rank {rank} died")
-        except DeadlineError as error:
-            await self._bury(rank, f"rank {rank} does not answer: {error}")
-        else:
-            self._statuses[rank] = status
-            if status.failure and self._state is ClusterState.SERVING:
-                self._failure = status.failure
-                self._advance("lose_peer")
+        A serving rank that died, or failed, breaks the epoch; one that only prepares does not.
+        """
+        registered = await self._lookout.registered(self._require_routing())
+        if registered.recovering:
+            await self._restore_registry()
+            registered = await self._lookout.registered(self._require_routing())
+        for rank, detail in (await self._lookout.look()).items():
+            await self._bury(rank, detail)
+        if self._lookout.failure and self._state is ClusterState.SERVING:
+            self._failure = self._lookout.failure
+            self._advance("lose_peer")
+        return self._lookout.observed() if self._state is ClusterState.SERVING else None
+
+    async def _restore_registry(self) -> None:
+        """The routing actor was started again: tell it what was live, and who holds which lease.
+
+        A generation is in the journal before any rank is asked to stage it; one that has retired since retires again.
+        """
+        record = await asyncio.to_thread(self._journal.read)
+        if record is None:
+            return
+        bundle = release_bundle(self._config, record.live[-1], record.facts)
+        call: Any = self._require_routing().restore.remote(record.live, bundle, await self._lookout.leases())
+        await ray_await(call, self._config.step_deadline_s, "restore the registry")
 
     async def _bury(self, rank: int, detail: str) -> None:
-        """A peer is gone: its leases go back, and the survivors fail their calls now, not at the next deadline."""
+        """A serving peer is gone: its leases go back, and the survivors fail their calls now, not at a deadline."""
         if self._state is ClusterState.STOPPED:
             return  # we ended it ourselves
         _LOG.warning("%s", detail)
-        self._lost[rank] = detail
-        self._statuses.pop(rank, None)
         self._advance("lose_peer")
         for other, peer in self._peers.items():
-            if other not in self._lost:
+            if other not in self._lookout.lost:
                 peer.peer_lost.remote(detail)
         if self._routing is not None:
             await self._ask(self._routing.bury.remote(f"rank-{rank}"), f"release the leases of rank {rank}")
+
+    # ---- changes: each returns the number of an operation ----
+
+    async def publish(self, asker: asking.Asker, replicas: Mapping[tuple[int, int], int]) -> int:
+        """Ask for the start rule's placement with these copies, 1 where absent. Raises `ConfigError`."""
+        (_, serving), facts = await self._now(), self._known.facts
+        homes = even_homes(dict.fromkeys(facts.moe_layers, facts.num_experts), serving, replicas)
+        return await self.rebalance(asker, ByHomes(homes))
+
+    async def rebalance(self, asker: asking.Asker, target: Target | None) -> int:
+        """Ask for another placement over the same ranks, by default what suits the demand."""
+        conductor, _ = await self._now()
+        if target is None:
+            demand = self._pilot.demand if self._pilot is not None else None
+            if demand is None:
+                raise ConfigError("no demand has been reported yet: say where experts shall live")
+            target = ByLoads(demand.loads_LE)
+        return conductor.begin(*asking.rebalance(conductor.control, asker, target))
+
+    async def preview(self, target: Target | None) -> Preview:
+        """What `rebalance` would do from the placement that is active now. Raises `ConfigError`, `PlacementError`."""
+        if target is None:
+            demand = self._pilot.demand if self._pilot is not None else None
+            if demand is None:
+                raise ConfigError("no demand has been reported yet: say where experts shall live")
+            target = ByLoads(demand.loads_LE)
+        return await asyncio.to_thread(preview, target, await self.placement(), self._known.storage)
+
+    async def scale(self, asker: asking.Asker, wanted: int) -> int | None:
+        """Ask for `wanted` ranks; None where nothing has to change. Raises `ConfigError`."""
+        (conductor, serving), config = await self._now(), self._config
+        bounds = (config.fewest_peers, config.most_peers)
+        control, operation = asking.scale(conductor.control, asker, serving, wanted, bounds)
+        return conductor.begin(control, operation) if operation is not None else None
+
+    async def drain(self, asker: asking.Asker, ranks: Sequence[int]) -> int:
+        """Ask named ranks to leave. Raises `ConfigError`."""
+        conductor, serving = await self._now()
+        return conductor.begin(*asking.drain(conductor.control, asker, serving, ranks, self._config.fewest_peers))
+
+    async def cancel(self, number: int, who: str) -> None:
+        """Undo what has not been published yet. Raises `ConfigError`, `GenerationError` for an unknown number."""
+        self._require_serving().cancel(number, who)
+
+    async def operation(self, number: int) -> Operation:
+        """How far an operation is; `GenerationError` for an unknown number."""
+        return self._require_conductor().control.find(number)
+
+    async def wait(self, number: int, seconds: float) -> Operation:
+        """The operation once it has ended, or as it is after `seconds`."""
+        return await self._require_serving().wait(number, seconds)
+
+    async def history(self) -> tuple[Operation, ...]:
+        """Operations that have ended, oldest first, and those that are open."""
+        control = self._require_conductor().control
+        return (*control.history, *control.operations)
+
+    async def _now(self) -> tuple[Conductor, tuple[int, ...]]:
+        """The conductor and the serving ranks. Raises `PeerLostError` or `NotServingError`."""
+        await self._look()
+        return self._require_serving(), self._lookout.serving
 
     # ---- questions ----
 
     async def progress(self) -> dict[int, LoadProgress]:
         """How far each peer is with loading; empty before the peers exist."""
-        ranks = [rank for rank in self._peers if rank not in self._lost]
-        looks = (self._ask(self._peers[rank].progress.remote(), f"progress of rank {rank}") for rank in ranks)
-        return dict(zip(ranks, await asyncio.gather(*looks), strict=True))
+        return await self._lookout.progress()
 
     async def directory(self) -> Directory:
         """Peers and model, for clients. Raises `PeerLostError` or `NotServingError` when the cluster cannot serve."""
-        self._require_serving()
-        return Directory(self._config, self._model_path, self._require_facts(), tuple(self._peers.values()))
+        control = self._require_serving().control
+        ranks = control.members or self._lookout.serving or tuple(self._peers)
+        return Directory(
+            self._config,
+            self._known.model_path,
+            self._known.facts,
+            tuple(self._peers[rank] for rank in ranks),
+            ranks,
+            control.members_version,
+            ray.get_runtime_context().current_actor,
+        )
 
     async def status(self) -> ClusterStatus:
-        """A fresh look at peers, slots, generations and references."""
-        if self._state not in (ClusterState.SERVING, ClusterState.DEGRADED) or self._routing is None:
+        """A fresh look at peers, slots, generations, references and what is under way."""
+        if self._state not in (ClusterState.SERVING, ClusterState.DEGRADED):
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
-        await self._look_at_all()
-        generations: tuple[GenerationStatus, ...] = await self._ask(self._routing.status.remote(), "registry")
-        active: PlacementSnapshot = await self._ask(self._routing.active.remote(), "active generation")
-        peers = tuple(self._statuses[rank] for rank in sorted(self._statuses))
-        return cluster_status(self._config, self._state.value, active, generations, peers, tuple(sorted(self._lost)))
+        await self._look()
+        routing = self._require_routing()
+        generations: tuple[GenerationStatus, ...] = await self._ask(routing.status.remote(), "registry")
+        active: PlacementSnapshot = await self._ask(routing.active.remote(), "active generation")
+        peers = await self._lookout.statuses()
+        return cluster_status(
+            self._config,
+            self._state.value,
+            active,
+            generations,
+            peers,
+            tuple(sorted(self._lookout.lost)),
+            self._require_conductor().control.operations,
+        )
 
     async def placement(self) -> PlacementSnapshot:
         """The active placement."""
-        active: PlacementSnapshot = await self._ask(self._require_serving().active.remote(), "active generation")
+        self._require_serving()
+        active: PlacementSnapshot = await self._ask(self._require_routing().active.remote(), "active generation")
         return active
 
     # ---- down ----
@@ -330,11 +316,16 @@ class ControllerActor:
         if self._state is ClusterState.STARTING and self._starting is not None:
             self._starting.cancel()
         self._advance("stop")
+        for task in self._watching:
+            task.cancel()
+        if self._conductor is not None:
+            self._conductor.stop()
         if in_step:
-            results = await asyncio.gather(
-                *(self._ask(peer.stop.remote(), "stop") for peer in self._peers.values()), return_exceptions=True
-            )
-            for result in results:
+            stops: list[Any] = [
+                self._peers[rank].stop.remote() for rank in self._lookout.serving if rank in self._peers
+            ]
+            answers = await asyncio.gather(*(self._ask(call, "stop") for call in stops), return_exceptions=True)
+            for result in answers:
                 if isinstance(result, BaseException):
                     _LOG.warning("an engine did not stop in step with the others: %s", result)
         self._kill_all()
@@ -345,17 +336,9 @@ class ControllerActor:
 
     # ---- details ----
 
-    async def _all(self, method: str, *args: object) -> list[Any]:
-        """Call one method on every live peer at once; the first failure propagates after all have answered."""
-        ranks = [rank for rank in self._peers if rank not in self._lost]
-        work = (
-            self._ask(getattr(self._peers[rank], method).remote(*args), f"{method} on rank {rank}") for rank in ranks
-        )
-        results = await asyncio.gather(*work, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+    def _store_address(self) -> StoreAddress:
+        assert self._store is not None
+        return self._store.address
 
     async def _ask(self, ref: Any, what: str) -> Any:
         try:
@@ -364,22 +347,32 @@ class ControllerActor:
             # Left as it is, our caller would take it for the death of this actor.
             raise NotServingError(f"cluster {self._config.name!r}: {what}: the actor that was asked is gone") from error
 
-    def _require_facts(self) -> ModelFacts:
-        if self._facts is None:
+    @property
+    def _known(self) -> Record:
+        if self._record is None:
             raise NotServingError(f"cluster {self._config.name!r} has not loaded its model yet")
-        return self._facts
+        return self._record
 
-    def _require_serving(self) -> ActorHandle:
-        status = next(iter(self._statuses.values()), None)
-        epoch, generation = (status.epoch, status.generation) if status else (0, 0)
-        if self._lost:
-            rank, detail = next(iter(self._lost.items()))
-            raise PeerLostError(detail, rank, epoch, generation)
-        if self._failure:
-            raise NotServingError(f"cluster {self._config.name!r}: epoch {epoch} is broken: {self._failure}")
-        if self._state is not ClusterState.SERVING or self._routing is None:
+    def _require_conductor(self) -> Conductor:
+        if self._conductor is None:
+            raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
+        return self._conductor
+
+    def _require_routing(self) -> ActorHandle:
+        if self._routing is None:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         return self._routing
+
+    def _require_serving(self) -> Conductor:
+        if self._lookout.lost_serving:
+            rank, detail = next(iter(self._lookout.lost_serving.items()))
+            raise PeerLostError(detail, rank, *self._lookout.coordinates)
+        if self._failure:
+            epoch, _ = self._lookout.coordinates
+            raise NotServingError(f"cluster {self._config.name!r}: epoch {epoch} is broken: {self._failure}")
+        if self._state is not ClusterState.SERVING:
+            raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
+        return self._require_conductor()
 
     def _advance(self, event: str) -> None:
         following = CLUSTER_TABLE[self._state].get(event)

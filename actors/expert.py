@@ -1,8 +1,8 @@
-"""The expert actor: one peer. A slot pool, a trunk, a share of the requests, and a seat in the group.
+"""The expert actor: one peer. A slot pool, a trunk, a share of the requests, and seats in the groups of epochs.
 
 The engine loop runs on a thread of its own, in lockstep with the other peers. This actor's event loop serves everybody
-else: it admits requests, streams what the loop delivers, fills slots beside the serving ones and stages generations. No
-step ever waits for it.
+else: it admits requests and hands them over, streams what the loop delivers, fills slots beside the serving ones, joins
+the next epoch beside the serving one and stages generations. No step ever waits for it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import asyncio
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,47 +21,50 @@ import torch
 from ray.actor import ActorHandle
 from transformers.utils.logging import disable_progress_bar
 
-from ray_moe.actors.bringup import backend_of, check_choices, groups_of
-from ray_moe.actors.mailbox import Outlet, PostOffice
-from ray_moe.actors.routing import Grant
-from ray_moe.comm.join import join_transport
+from ray_moe.actors.bringup import check_choices
+from ray_moe.actors.fill import Filler
+from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
+from ray_moe.actors.reception import Reception
+from ray_moe.actors.remote import find_expert
+from ray_moe.actors.reports import engine_status, peer_report
+from ray_moe.actors.seats import Seats
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
-from ray_moe.controlplane.solve import Fill
+from ray_moe.controlplane.effects import Peer
+from ray_moe.controlplane.fetching import FillOrder, FillOutcome
 from ray_moe.dataplane.graphs import dtype_name
 from ray_moe.dataplane.layer import LayerCounters
-from ray_moe.deadline import join_thread, ray_await, wait_for
+from ray_moe.dataplane.route_counts import DemandReport, RouteCounts
+from ray_moe.deadline import Deadline, join_thread, wait_for
 from ray_moe.engine.blocks import BlockFacts, overlap_shared, probe_blocks
-from ray_moe.engine.generation import Backend, GenerationView, build_view
+from ray_moe.engine.handover import Departing
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop, LoopState
-from ray_moe.engine.records import Delivery, EngineStatus, GenerateRequest, LoadProgress, ModelFacts
-from ray_moe.engine.sampling import admitted
-from ray_moe.engine.scheduler import Request, Scheduler
+from ray_moe.engine.records import EngineStatus, GenerateRequest, LoadProgress, Members, ModelFacts
+from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
-from ray_moe.errors import NotServingError, RayMoEError
+from ray_moe.errors import NotServingError
 from ray_moe.identity import GlobalRank
+from ray_moe.placement import Lease
+from ray_moe.priority import restore_process
 from ray_moe.topology import ProcessGroupSpec, Topology
-from ray_moe.weights.checkpoint import Checkpoint
+from ray_moe.weights.checkpoint import Checkpoint, ExpertWeights
 from ray_moe.weights.slots import SlotPool
+from ray_moe.weights.transfer import SlotBytes
 
 _T = TypeVar("_T")
 _SWITCH_INTERVAL_S = 0.0002
-
-
-@dataclass
-class _Serving:
-    """What exists once the peer has joined a group."""
-
-    backend: Backend
-    loop: EngineLoop | None = None
-    thread: threading.Thread | None = None
+# A rank that has left waits so long for its clients to fetch what they were given there.
+_FETCH_S, _FETCH_POLL_S = 10.0, 0.02
+# Demand reports that a controller has not asked for yet; older ones are lost, and known to be.
+_REPORTS_KEPT = 64
 
 
 class ExpertActor:
-    """Ray actor, one per rank.
+    """Ray actor, one per rank. What a method has done already it does not do twice.
 
-    Life: `load`, `allocate`, `fill`, `join`, `serve`; then requests and generations until `stop`.
+    Life: `prepare`, `fill`, `join`, `serve`; then requests, generations and epochs until `stop`, or until it leaves:
+    `hand_over`, `depart`, `finish`.
     """
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
@@ -71,26 +73,41 @@ class ExpertActor:
         # which is a good part of a step.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._config, self._rank = config, GlobalRank(rank)
+        self._node = str(ray.get_runtime_context().get_node_id())
         self._dtype = getattr(torch, config.dtype)
         self._progress = LoadProgress()
         self._trunk: Trunk | None = None
+        self._facts: ModelFacts | None = None
         self._blocks: dict[int, BlockFacts] = {}
         self._checkpoint: Checkpoint | None = None
         self._pool: SlotPool | None = None
+        self._filler: Filler | None = None
+        self._seats: Seats | None = None
         self._counters: dict[int, LayerCounters] = {}
-        self._serving: _Serving | None = None
-        self._leases: dict[int, Grant] = {}  # by generation
-        self._routing: ActorHandle | None = None
-        self._peers: tuple[ActorHandle, ...] = ()
+        self._engine: EngineLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._reception: Reception | None = None
         self._post_office = PostOffice(cancel=lambda request_id: self._loop.cancel(request_id))
         self._sweeper: asyncio.Task[None] | None = None
-        self._filling = asyncio.Lock()
+        self._one_time = asyncio.Lock()  # load, allocate, serve
+        self._route_counts: RouteCounts | None = None
+        self._demand: deque[DemandReport] = deque(maxlen=_REPORTS_KEPT)
+        self._actors: dict[int, ActorHandle] = {}
 
     # ---- one-time work ----
 
-    async def load(self, model: Path) -> ModelFacts:
-        """Load the trunk, open the checkpoint; no expert is read. Raises what `load_trunk` and `Checkpoint` raise."""
-        return await self._beside(self._load, model)
+    async def prepare(self, model: Path, capacity: int | None = None) -> ModelFacts:
+        """Load the trunk, open the checkpoint, reserve `capacity` slots per layer; no expert is read.
+
+        Without a capacity the slots are left for another call. Raises what `load_trunk`, `Checkpoint` and `SlotPool`
+        raise.
+        """
+        async with self._one_time:
+            if self._facts is None:
+                self._facts = await self._beside(self._load, model)
+            if self._pool is None and capacity is not None:
+                await self._beside(self._allocate, capacity)
+        return self._facts
 
     def _load(self, model: Path) -> ModelFacts:
         config = self._config
@@ -119,64 +136,70 @@ class ExpertActor:
             trunk_parameters=sum(parameter.numel() for parameter in self._trunk.model.parameters()),
         )
 
-    async def allocate(self, capacity: int) -> None:
-        """Reserve `capacity` slots per layer; their addresses stay for this actor's life."""
+    def _allocate(self, capacity: int) -> None:
+        """Slots whose addresses stay for this actor's life."""
+        config, trunk = self._config, _present(self._trunk, "load the model first")
         checkpoint = _present(self._checkpoint, "load the model first")
         self._pool = SlotPool(
-            checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=self._config.device
+            checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=config.device
+        )
+        self._filler = Filler(
+            self._pool,
+            self._read_expert,
+            self._actor_of,
+            bytes_per_second=config.fill_bytes_per_s,
+            deadline_s=config.step_deadline_s,
+        )
+        self._route_counts = RouteCounts(checkpoint.moe_layers, checkpoint.num_experts, torch.device(config.device))
+        self._seats = Seats(
+            config,
+            self._rank,
+            self._beside,
+            trunk,
+            self._pool,
+            self._blocks,
+            self._counters,
+            self._route_counts,
         )
 
-    async def fill(self, fills: Sequence[Fill]) -> dict[tuple[int, int], str]:
-        """Read experts into free slots, beside serving ones; returns the digest by (layer, pool slot) of what arrived.
+    def _read_expert(self, _key: str, layer: int, expert: int) -> ExpertWeights:
+        return _present(self._checkpoint, "load the model first").expert(layer, expert, dtype=self._dtype)
 
-        When one of them fails, those that this call filled are freed again and the error propagates.
-        """
-        async with self._filling:
-            return await self._beside(self._fill, fills)
+    async def fill(self, orders: Sequence[FillOrder]) -> tuple[FillOutcome, ...]:
+        """Bring verified experts into free slots, beside serving ones; what became of each order, in their order."""
+        done = 0
 
-    def _fill(self, fills: Sequence[Fill]) -> dict[tuple[int, int], str]:
-        pool, checkpoint = _present(self._pool, "allocate first"), _present(self._checkpoint, "load the model first")
-        digests: dict[tuple[int, int], str] = {}
-        self._progress = LoadProgress("experts", 0, len(fills))
-        try:
-            for item in fills:
-                weights = checkpoint.expert(item.layer, item.expert.value, dtype=self._dtype)
-                digests[item.layer, item.pool_slot] = pool.fill(item.layer, item.pool_slot, weights)
-                self._progress = LoadProgress("experts", len(digests), len(fills))
-        except BaseException:
-            for layer, pool_slot in digests:
-                pool.release(layer, pool_slot)
-            raise
-        return digests
+        def count(_: FillOutcome) -> None:
+            nonlocal done
+            done += 1
+            self._progress = LoadProgress("experts", done, len(orders))
+
+        self._progress = LoadProgress("experts", 0, len(orders))
+        return await _present(self._filler, "allocate first").fill(orders, count)
+
+    async def export_slots(self, slots: Sequence[tuple[int, int]]) -> tuple[SlotBytes | Exception, ...]:
+        """Copies of resident slots (layer, pool slot) for a peer that fills its own."""
+        return await _present(self._filler, "allocate first").export_slots(slots)
 
     async def free(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Free pool slots (layer, pool slot) that no live generation refers to."""
+        """Free pool slots (layer, pool slot) that no live generation refers to; those that are free stay free."""
         pool = _present(self._pool, "allocate first")
-        for layer, pool_slot in slots:
-            pool.release(layer, pool_slot)
+        resident = pool.inventory()
+        for slot in slots:
+            if slot in resident:
+                pool.release(*slot)
 
-    async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
-        """Take this peer's seats in an epoch; returns when all members have joined. Raises `CollectiveError`."""
+    async def serve(self, routing: ActorHandle) -> None:
+        """Acquire a lease on the active generation and start the engine loop under it, at normal priority."""
+        async with self._one_time:
+            if self._engine is None:
+                await self._serve(routing)
 
-        config = self._config
-        transport = await self._beside(
-            partial(join_transport, chunks=config.transport_chunks),
-            config.group,
-            config.transport,
-            groups_of(config, spec, topology),
-            self._rank,
-            store,
-            config.step_deadline_s,
-        )
-        self._serving = _Serving(backend_of(config, transport, self._blocks))
-
-    async def serve(self, routing: ActorHandle, peers: Sequence[ActorHandle]) -> None:
-        """Acquire a lease on the active generation and start the engine loop under it."""
+    async def _serve(self, routing: ActorHandle) -> None:
         config, trunk = self._config, _present(self._trunk, "load the model first")
-        serving = _present(self._serving, "join a group first")
-        self._routing, self._peers = routing, tuple(peers)
-        view = await self._view_of(await self._acquire())
-        serving.loop = EngineLoop(
+        seats = self._my_seats
+        view = await seats.first_view(routing)
+        self._engine = EngineLoop(
             self._rank.value,
             trunk,
             KVCache(config.kv_blocks, config.block_size, config.device),
@@ -189,110 +212,98 @@ class ExpertActor:
                 vocab_size=trunk.vocab_size,
                 device=config.device,
             ),
-            serving.backend.transport,
             view,
-            Outlet(asyncio.get_running_loop(), self._post_office, self._return_lease, self._wake_peers),
+            Outlet(
+                asyncio.get_running_loop(),
+                self._post_office,
+                seats.return_lease,
+                self._wake_peers,
+                self._demand.extend,
+            ),
             self._blocks,
             shared=overlap_shared(trunk, self._blocks) if config.strategy == "shared_path" else None,
             audit_rate=config.audit_rate,
+            route_counts=self._route_counts,
+            demand_every_steps=config.demand_every_steps,
         )
-        serving.thread = threading.Thread(target=serving.loop.run, name=f"engine-{self._rank}", daemon=True)
-        serving.thread.start()
+        self._reception = Reception(config, self._rank.value, self._engine, self._post_office)
+        restore_process()  # from here on others wait for this peer's steps
+        self._thread = threading.Thread(target=self._engine.run, name=f"engine-{self._rank}", daemon=True)
+        self._thread.start()
         self._sweeper = asyncio.create_task(self._post_office.sweep())
         self._progress = LoadProgress("serving", 1, 1)
 
-    # ---- generations ----
+    # ---- epochs and generations: `Seats` says what they raise ----
 
-    async def stage(self) -> int:
-        """Acquire a lease on the active generation and hold it ready; returns the generation. May be asked again.
+    async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
+        """Take this peer's seats in an epoch; returns when all members have."""
+        await self._my_seats.join(spec, topology, store)
 
-        It takes effect at the first step where every peer has staged it. Raises `StaleHandleError` when this peer's
-        slots or epoch are not the placement's; the lease is then given back.
-        """
-        grant = await self._acquire()
-        generation = grant.lease.generation
-        if generation in self._leases:
-            self._require_routing().release.remote(grant.lease)
-            return generation
-        view = await self._view_of(grant)
-        try:
-            self._loop.stage(view)
-        except RayMoEError:
-            self._return_lease(generation)
-            raise
-        return generation
+    async def close_epoch(self, epoch: int) -> None:
+        """Give up an epoch that was joined and will not be used."""
+        if self._engine is None or epoch > self._engine.newest_staged.epoch:
+            self._my_seats.close(epoch)
 
-    async def _acquire(self) -> Grant:
-        routing, holder = self._require_routing(), self._holder
-        grant: Grant = await ray_await(
-            routing.acquire.remote(holder), self._config.step_deadline_s, f"lease for {holder}"
-        )
-        return grant
+    async def stage(self, generation: int) -> None:
+        """Hold a lease on the active generation, at least `generation`, for the step at which all peers do."""
+        await self._my_seats.stage(self._loop, generation)
 
-    async def _view_of(self, grant: Grant) -> GenerationView:
-        """Compile what a lease grants; the lease is this peer's from here on, and goes back when that fails."""
-        serving = _present(self._serving, "join a group first")
-        self._leases[grant.lease.generation] = grant
-        try:
-            return await self._beside(self._compile, grant, serving.backend)
-        except RayMoEError:
-            self._return_lease(grant.lease.generation)
-            raise
+    async def depart(self, generation: int, epoch: int) -> None:
+        """Leave at the step at which the others take `generation`, which is of an epoch without this peer."""
+        await self._my_seats.depart(self._loop, generation, epoch)
 
-    def _compile(self, grant: Grant, backend: Backend) -> GenerationView:
-        return build_view(
-            grant.lease,
-            grant.header,
-            grant.snapshot,
-            self._rank,
-            _present(self._trunk, "load the model first"),
-            _present(self._pool, "allocate first"),
-            backend,
-            self._counters,
-        )
+    async def leases(self) -> tuple[Lease, ...]:
+        """What this peer holds, for a registry that has lost its memory."""
+        return self._seats.leases if self._seats is not None else ()
 
-    def _return_lease(self, generation: int) -> None:
-        self._require_routing().release.remote(self._leases.pop(generation).lease)
-
-    # ---- requests ----
+    # ---- requests: `Reception` says what they raise ----
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
-        """Admit a request of `client`; what comes of it is fetched by `poll`, the scheduler's refusal too.
+        """Admit a request of `client`; what comes of it is fetched by `poll`, the scheduler's refusal too."""
+        self._desk.submit(client, request)
 
-        Raises `RequestError` for an id that runs already, `PeerLostError` or `NotServingError` when this peer does not
-        serve.
-        """
-        loop = self._loop
-        self._post_office.open(client, request.request_id)
-        eos_ids = frozenset(_present(self._trunk, "load the model first").eos_token_ids)
-        try:
-            loop.submit(
-                Request(request.request_id, request.prompt_ids, admitted(request.params), request.prefix_ids, eos_ids)
-            )
-        except RayMoEError:
-            self._post_office.close(request.request_id)
-            raise
-
-    async def poll(self, client: str, wait: float) -> tuple[Delivery, ...]:
+    async def poll(self, client: str, wait: float, known_members: int) -> Polled:
         """What `client`'s requests have been given since its last poll; waits up to `wait` seconds for a first item.
 
         One call carries a whole step for all requests of a client: Ray's cost is per call, not per token. A client that
         stops polling is gone, and its requests are cancelled.
         """
-        return await self._post_office.mailbox(client).take(wait)
+        return await self._post_office.poll(client, wait, known_members)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request: its KV is free within one step. False when it does not run here."""
-        if request_id not in self._post_office:
-            return False
-        self._loop.cancel(request_id)
-        return True
+        return self._desk.cancel(request_id)
+
+    async def hand_over(self, to: Sequence[int]) -> int:
+        """Admit nothing more, and give every open request to one of the ranks `to`; how many these took."""
+        return await self._desk.hand_over([(rank, self._actor_of(rank)) for rank in to])
+
+    async def adopt(self, client: str, departing: Departing) -> bool:
+        """Go on with a request that another peer hands over; False when this one leaves too."""
+        return await self._desk.adopt(client, departing)
+
+    async def readmit(self) -> None:
+        """Take requests again."""
+        self._desk.readmit()
+
+    async def set_members(self, version: int, ranks: Sequence[int]) -> None:
+        """Tell clients who takes requests."""
+        self._post_office.set_members(Members(version, tuple((rank, self._actor_of(rank)) for rank in ranks)))
+
+    async def finish(self) -> None:
+        """After leaving: wait until clients have fetched what they were given here, within bounds; drop the groups."""
+        deadline = Deadline(_FETCH_S)
+        while self._post_office.unfetched and not deadline.passed:
+            await asyncio.sleep(_FETCH_POLL_S)
+        if self._engine is not None and self._engine.has_left:
+            self._engine.close()
 
     # ---- everything else ----
 
     def _wake_peers(self) -> None:
-        for peer in self._peers:
-            peer.wake.remote()
+        for rank in self._loop.view.transport.group.spec.peers:
+            if rank != self._rank:
+                self._actor_of(rank.value).wake.remote()
 
     async def wake(self) -> None:
         """A peer has work."""
@@ -305,14 +316,9 @@ class ExpertActor:
 
     async def stop(self) -> None:
         """End the loop at the step where all peers were asked to stop."""
-        serving = _present(self._serving, "join a group first")
         self._loop.stop()
-        thread = _present(serving.thread, "serve first")
+        thread = _present(self._thread, "serve first")
         await self._beside(join_thread, thread, self._config.step_deadline_s, f"engine loop of rank {self._rank}")
-
-    async def node(self) -> str:
-        """The Ray node that this peer runs on."""
-        return str(ray.get_runtime_context().get_node_id())
 
     async def pid(self) -> int:
         """The process that this peer is."""
@@ -321,41 +327,25 @@ class ExpertActor:
     async def progress(self) -> LoadProgress:
         return self._progress
 
+    async def report(self, inventory: bool = True) -> Peer:
+        """How far this peer is, for the reconciler; with the digests of its resident slots where they are asked for."""
+        slots = self._pool.inventory() if inventory and self._pool is not None else {}
+        epochs = self._seats.epochs if self._seats is not None else None
+        return peer_report(
+            self._rank.value, self._node, epochs, self._engine, self._reception, self._post_office, slots
+        )
+
+    async def demand(self, after: int) -> tuple[DemandReport, ...]:
+        """The kept reports of what this peer's routers asked for, those numbered above `after`."""
+        return tuple(report for report in self._demand if report.sequence > after)
+
     async def status(self) -> EngineStatus:
         """This peer's counters, from the layers and the scheduler themselves."""
-        loop, pool = self._loop, _present(self._pool, "allocate first")
-        trunk = _present(self._trunk, "load the model first")
-        layers = LayerCounters.total(self._counters.values())
-        bytes_sent, bytes_received = _present(self._serving, "join a group first").backend.transport.bytes_moved
-        experts = {id(parameter) for module in trunk.experts.values() for parameter in module.parameters()}
-        return EngineStatus(
-            rank=self._rank.value,
-            state=loop.state.value,
-            failure=str(loop.failure or ""),
-            generation=loop.view.lease.generation,
-            epoch=loop.group.spec.epoch,
-            steps_agreed=loop.counters.steps_agreed,
-            steps_worked=loop.counters.steps_worked,
-            seconds_worked=loop.counters.seconds_worked,
-            seconds_agreeing=loop.counters.seconds_agreeing,
-            waiting=loop.load.waiting,
-            running=loop.load.running,
-            outstanding_tokens=loop.load.outstanding_tokens,
-            tokens_emitted=loop.counters.tokens_emitted,
-            kv_blocks_used=loop.load.kv_blocks_used,
-            kv_blocks_total=self._config.kv_blocks,
-            rows_local=layers.rows_local,
-            rows_sent=layers.rows_sent,
-            rows_received=layers.rows_received,
-            audited=layers.audited,
-            bytes_sent=bytes_sent,
-            bytes_received=bytes_received,
-            replays=layers.replays,
-            fallbacks=dict(layers.fallbacks),
-            peak_live_bytes=layers.peak_live_bytes,
-            fan_out=dict(layers.fan_out),
-            resident_slots={layer: pool.capacity - len(pool.free_slots(layer)) for layer in pool.layers},
-            trunk_has_experts=bool(experts),
+        return engine_status(
+            self._config,
+            self._loop,
+            _present(self._pool, "allocate first"),
+            LayerCounters.total(self._counters.values()),
         )
 
     async def ledgers(self) -> dict[int, dict[str, Any]]:
@@ -363,18 +353,27 @@ class ExpertActor:
         found = {layer: counters.ledger for layer, counters in self._counters.items()}
         return {layer: ledger.document() for layer, ledger in found.items() if ledger is not None}
 
-    def _require_routing(self) -> ActorHandle:
-        return _present(self._routing, "serve first")
-
-    @property
-    def _holder(self) -> str:
-        return f"rank-{self._rank}"
+    def _actor_of(self, rank: int) -> ActorHandle:
+        """Another rank's actor; `NotServingError` when there is none."""
+        if rank not in self._actors:
+            self._actors[rank] = find_expert(self._config.name, rank)
+        return self._actors[rank]
 
     @property
     def _loop(self) -> EngineLoop:
-        if self._serving is None or self._serving.loop is None:
+        if self._engine is None:
             raise NotServingError(f"rank {self._rank} is not serving yet ({self._progress.phase})")
-        return self._serving.loop
+        return self._engine
+
+    @property
+    def _desk(self) -> Reception:
+        if self._reception is None:
+            raise NotServingError(f"rank {self._rank} is not serving yet ({self._progress.phase})")
+        return self._reception
+
+    @property
+    def _my_seats(self) -> Seats:
+        return _present(self._seats, "allocate first")
 
     async def _beside(self, work: Callable[..., _T], *args: Any) -> _T:
         """Run blocking work on another thread, under the start deadline."""

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_moe.errors import ConfigError, NotServingError
+from ray_moe.deadline import ray_await
+from ray_moe.errors import ConfigError, DeadlineError, NotAvailableError, NotServingError
 
 if TYPE_CHECKING:
     from ray_moe.config import ClusterConfig
 
 NAMESPACE = "ray_moe"
+# How long Ray may look for room for one more peer, and what a peer that asks for nothing reserves.
+_ROOM_S = 10.0
+_SMALLEST_CPU = 0.001
 
 
 def create_controller(config: ClusterConfig) -> ActorHandle:
@@ -24,7 +30,7 @@ def create_controller(config: ClusterConfig) -> ActorHandle:
     from ray_moe.actors.controller import ControllerActor
 
     try:
-        return _create(ControllerActor, f"{config.name}.controller", 0.0, config)
+        return _create(ControllerActor, f"{config.name}.controller", 0.0, config, max_restarts=-1)
     except ValueError as error:
         raise ConfigError(
             f"a cluster named {config.name!r} already runs here; `down` it or choose another name"
@@ -35,15 +41,51 @@ def create_routing(config: ClusterConfig) -> ActorHandle:
     """The routing actor of `config`'s cluster."""
     from ray_moe.actors.routing import RoutingActor
 
-    return _create(RoutingActor, f"{config.name}.routing", 0.0, config)
+    return _create(RoutingActor, f"{config.name}.routing", 0.0, config, max_restarts=-1)
 
 
-def create_expert(config: ClusterConfig, rank: int) -> ActorHandle:
-    """The expert actor that is global `rank`."""
+def create_expert(config: ClusterConfig, rank: int, room: PlacementGroup | None = None) -> ActorHandle:
+    """The expert actor that is global `rank`; the one of that name where there is one.
+
+    In `room`, which `reserve` gave, it starts beside a cluster that serves: at idle priority, until it serves itself.
+    """
     from ray_moe.actors.expert import ExpertActor
 
-    gpus = 1 if config.device == "cuda" else 0
-    return _create(ExpertActor, f"{config.name}.expert-{rank}", config.cpus_per_peer, config, rank, gpus=gpus)
+    options: dict[str, Any] = {"num_gpus": 1 if config.device == "cuda" else 0, "get_if_exists": True}
+    if room is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0)
+        options["runtime_env"] = {"worker_process_setup_hook": "ray_moe.priority.begin_lowered"}
+    return _create(ExpertActor, f"{config.name}.expert-{rank}", config.cpus_per_peer, config, rank, **options)
+
+
+async def reserve(config: ClusterConfig, rank: int) -> PlacementGroup:
+    """Room for one more peer, kept until `release_room`; asked again, the same room.
+
+    Raises `NotAvailableError` when Ray's nodes have none within a few seconds: nothing is left waiting for it then.
+    """
+    name = f"{config.name}.expert-{rank}"
+    wanted = {"CPU": config.cpus_per_peer, "GPU": 1.0 if config.device == "cuda" else 0.0}
+    bundle = {kind: amount for kind, amount in wanted.items() if amount} or {"CPU": _SMALLEST_CPU}
+    try:
+        room = ray.util.get_placement_group(name)
+    except ValueError:
+        room = ray.util.placement_group([bundle], name=name, lifetime="detached")
+    try:
+        await ray_await(room.ready(), _ROOM_S, f"room for rank {rank}")
+    except DeadlineError as error:
+        ray.util.remove_placement_group(room)
+        free = {kind: ray.available_resources().get(kind, 0.0) for kind in bundle}
+        raise NotAvailableError(f"Ray has no room for another peer: it takes {bundle}, free are {free}") from error
+    return room
+
+
+def release_room(cluster: str, rank: int) -> None:
+    """Give the room of a rank back; a rank that never had any is fine."""
+    try:
+        room = ray.util.get_placement_group(f"{cluster}.expert-{rank}")
+    except ValueError:
+        return
+    ray.util.remove_placement_group(room)
 
 
 def find_controller(cluster: str) -> ActorHandle:
@@ -52,6 +94,14 @@ def find_controller(cluster: str) -> ActorHandle:
         return ray.get_actor(f"{cluster}.controller", namespace=NAMESPACE)
     except ValueError as error:
         raise NotServingError(f"no cluster named {cluster!r} runs on this Ray cluster") from error
+
+
+def find_expert(cluster: str, rank: int) -> ActorHandle:
+    """The expert actor of a rank; `NotServingError` when there is none."""
+    try:
+        return ray.get_actor(f"{cluster}.expert-{rank}", namespace=NAMESPACE)
+    except ValueError as error:
+        raise NotServingError(f"cluster {cluster!r} has no rank {rank}") from error
 
 
 def kill_cluster(cluster: str, but: str = "") -> None:
@@ -64,6 +114,10 @@ def kill_cluster(cluster: str, but: str = "") -> None:
         except ValueError:  # it ended between the two calls
             continue
         kill(actor)
+    for room in ray.util.placement_group_table().values():
+        name = room["name"]
+        if name.rpartition(".")[0] == cluster and room["state"] != "REMOVED" and name != but:
+            release_room(cluster, int(name.rpartition("-")[2]))
 
 
 def kill(actor: ActorHandle) -> None:
@@ -71,17 +125,17 @@ def kill(actor: ActorHandle) -> None:
     ray.kill(actor, no_restart=True)
 
 
-def _create(kind: type, name: str, cpus: float, *args: Any, gpus: int = 0) -> ActorHandle:
-    # No runtime_env: an environment of its own would keep an actor off the worker processes that Ray has started ahead.
-    # Nor is one needed: Ray gives a worker with less than two CPUs a single OpenMP thread before it imports the class.
+def _create(kind: type, name: str, cpus: float, *args: Any, **options: Any) -> ActorHandle:
+    # By default no runtime_env: an environment of its own would keep an actor off the worker processes that Ray has
+    # started ahead. Nor is one needed: Ray gives a worker with less than two CPUs a single OpenMP thread before it
+    # imports the class.
     remote_kind: Any = ray.remote(kind)
     actor: ActorHandle = remote_kind.options(
+        **{"max_restarts": 0, **options},
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=cpus,
-        num_gpus=gpus,
-        max_restarts=0,
         max_concurrency=1000,
     ).remote(*args)
     return actor

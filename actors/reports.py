@@ -4,24 +4,119 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle
 
 from ray_moe.actors.bringup import phase_backends
 from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.effects import Peer, PeerPhase
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.engine.records import EngineStatus, ModelFacts
+from ray_moe.controlplane.operations import Operation
+from ray_moe.engine.records import EngineStatus, Members, ModelFacts
 from ray_moe.placement import PlacementSnapshot
+
+if TYPE_CHECKING:
+    from ray_moe.actors.mailbox import PostOffice
+    from ray_moe.actors.reception import Reception
+    from ray_moe.dataplane.layer import LayerCounters
+    from ray_moe.engine.loop import EngineLoop
+    from ray_moe.weights.slots import SlotPool
 
 
 @dataclass(frozen=True)
 class Directory:
-    """What a client needs to talk to the cluster: who the peers are and which model they run."""
+    """What a client needs to talk to the cluster: who the peers are and which model they run.
+
+    `ranks` are those of `peers`, in their order; 0, 1, 2, ... when there are none. `members_version` numbers this set
+    of peers. Whoever holds an old directory asks `controller` for a new one.
+    """
 
     config: ClusterConfig
     model_path: Path
     facts: ModelFacts
     peers: tuple[ActorHandle, ...]
+    ranks: tuple[int, ...] = ()
+    members_version: int = 0
+    controller: ActorHandle | None = None
+
+    @property
+    def members(self) -> Members:
+        """The peers as clients are told about them when they change."""
+        ranks = self.ranks or range(len(self.peers))
+        return Members(self.members_version, tuple(zip(ranks, self.peers, strict=True)))
+
+
+def engine_status(config: ClusterConfig, loop: EngineLoop, pool: SlotPool, layers: LayerCounters) -> EngineStatus:
+    """One peer's counters; `layers` are the sums over its layers."""
+    counters, load = loop.counters, loop.load
+    sent, received = loop.view.transport.bytes_moved
+    experts = {id(parameter) for module in loop.trunk.experts.values() for parameter in module.parameters()}
+    return EngineStatus(
+        rank=loop.rank,
+        state=loop.state.value,
+        failure=str(loop.failure or ""),
+        generation=loop.view.generation,
+        epoch=loop.view.epoch,
+        committed_step=counters.committed_step,
+        steps_agreed=counters.steps_agreed,
+        steps_worked=counters.steps_worked,
+        seconds_worked=counters.seconds_worked,
+        seconds_agreeing=counters.seconds_agreeing,
+        slow_step_seconds=counters.slow_step_seconds,
+        waiting=load.waiting,
+        running=load.running,
+        outstanding_tokens=load.outstanding_tokens,
+        tokens_emitted=counters.tokens_emitted,
+        kv_blocks_used=load.kv_blocks_used,
+        kv_blocks_total=config.kv_blocks,
+        rows_local=layers.rows_local,
+        rows_sent=layers.rows_sent,
+        rows_received=layers.rows_received,
+        audited=layers.audited,
+        bytes_sent=counters.bytes_sent + sent,
+        bytes_received=counters.bytes_received + received,
+        replays=layers.replays,
+        fallbacks=dict(layers.fallbacks),
+        choices=dict(layers.choices),
+        peak_live_bytes=layers.peak_live_bytes,
+        fan_out=dict(layers.fan_out),
+        resident_slots={layer: pool.capacity - len(pool.free_slots(layer)) for layer in pool.layers},
+        resident_bytes=pool.resident_bytes,
+        peak_resident_bytes=pool.peak_resident_bytes,
+        trunk_has_experts=bool(experts),
+    )
+
+
+def peer_report(
+    rank: int,
+    node: str,
+    epochs: frozenset[int] | None,
+    loop: EngineLoop | None,
+    reception: Reception | None,
+    post_office: PostOffice,
+    slots: dict[tuple[int, int], str],
+) -> Peer:
+    """What the reconciler sees of one peer; `epochs` is None as long as it has no slots, `loop` before it serves."""
+    if loop is None or reception is None:
+        phase = PeerPhase.STARTING if epochs is None else PeerPhase.LOADED
+        return Peer(rank, phase, node, epochs=epochs or frozenset(), slots=slots)
+    members = post_office.members
+    return Peer(
+        rank,
+        PeerPhase.LEFT if loop.has_left else PeerPhase.SERVING,
+        node,
+        epochs=epochs or frozenset(),
+        staged=loop.newest_staged.generation,
+        generation=loop.view.generation,
+        committed_step=loop.counters.committed_step,
+        admitting=reception.admitting,
+        requests=len(post_office),
+        members=members.version if members is not None else 0,
+        failure=str(loop.failure or ""),
+        slots=slots,
+        pauses={switch.generation: switch.seconds for switch in tuple(loop.counters.switches)},
+    )
 
 
 @dataclass(frozen=True)
@@ -34,6 +129,49 @@ class SlotRow:
     replica: str
     rank: int
     pool_slot: int
+
+
+@dataclass(frozen=True)
+class OperationRow:
+    """One operation, for people. Times are seconds of the wall clock, 0 for what has not happened."""
+
+    number: int
+    kind: str
+    stage: str
+    ranks: tuple[int, ...]
+    asked_by: str
+    why: str
+    asked_at: float
+    changed_at: float
+    ended_at: float
+    wave: int
+    waves: int
+    from_generation: int
+    to_generation: int
+    moved_bytes: dict[str, int]
+    pause_s: float
+    reason: str
+
+    @staticmethod
+    def of(operation: Operation) -> OperationRow:
+        return OperationRow(
+            number=operation.number,
+            kind=operation.kind.value,
+            stage=operation.stage.value,
+            ranks=operation.ranks,
+            asked_by=operation.asked_by,
+            why=operation.why,
+            asked_at=operation.asked_at,
+            changed_at=operation.changed_at,
+            ended_at=operation.ended_at,
+            wave=operation.at + 1 if operation.waves else 0,
+            waves=operation.waves,
+            from_generation=operation.first_generation,
+            to_generation=operation.last_generation,
+            moved_bytes=dict(operation.moved_bytes),
+            pause_s=operation.pause_s,
+            reason=operation.reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +200,7 @@ class ClusterStatus:
     lost: tuple[int, ...]
     generations: tuple[GenerationStatus, ...]
     slots: tuple[SlotRow, ...]
+    operations: tuple[OperationRow, ...] = ()
 
 
 def cluster_status(
@@ -71,6 +210,7 @@ def cluster_status(
     generations: tuple[GenerationStatus, ...],
     peers: tuple[EngineStatus, ...],
     lost: tuple[int, ...],
+    operations: tuple[Operation, ...],
 ) -> ClusterStatus:
     """Put one look at a cluster together. `generation` is the oldest that a peer still serves."""
     return ClusterStatus(
@@ -104,4 +244,5 @@ def cluster_status(
             for placement in active.layers
             for slot in placement.slots
         ),
+        operations=tuple(map(OperationRow.of, operations)),
     )

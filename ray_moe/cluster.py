@@ -6,22 +6,29 @@ until `Cluster.stop`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import getpass
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from ray_moe.actors.remote import create_controller, find_controller, kill_cluster
 from ray_moe.actors.reports import ClusterStatus, Directory
 from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.asking import Asker
+from ray_moe.controlplane.operations import ByCounts, ByHomes, Operation, Stage, Target
+from ray_moe.controlplane.preview import Preview
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.engine.records import LoadProgress
-from ray_moe.errors import ConfigError, NotServingError
+from ray_moe.errors import ConfigError, NotServingError, PlacementError
 from ray_moe.placement import PlacementSnapshot
 
 _POLL_S = 0.1
+_WAIT_S = 10.0  # one question to the controller about an operation waits so long at most
 
 OnProgress = Callable[[Mapping[int, LoadProgress]], None]
 
@@ -51,19 +58,87 @@ class Cluster:
         `ray_moe.dataplane.invocation_ledger.InvocationLedger` says what the fields are. A layer that was not audited
         yet is left out. Raises `ConfigError` for a rank that the cluster does not have, `NotServingError`.
         """
-        peers = self.directory().peers
-        if not 0 <= rank < len(peers):
-            raise ConfigError(f"rank must be in [0, {len(peers)}), found {rank}")
+        directory = self.directory()
+        peers = dict(directory.members.peers)
+        if rank not in peers:
+            raise ConfigError(f"rank must be one of {sorted(peers)}, found {rank}")
         found = ray_get(peers[rank].ledgers.remote(), self._seconds, f"ledgers of rank {rank}")
         return cast(dict[int, dict[str, Any]], found)
 
     def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
         """Publish another generation while requests run; `replicas[(layer, expert)]` copies, 1 where absent.
 
-        Returns the generation's number once every peer has staged it; it serves from the next agreed step on. Raises
-        `ConfigError` or `PlacementError`; the old generation then goes on serving.
+        Returns the number of the generation that every peer serves then: a new one, or the one there is where it is
+        what was asked for. Raises `ConfigError` or `PlacementError`; the old generation then goes on serving.
         """
-        return cast(int, self._ask("publish", dict(replicas)))
+        number = cast(int, self._ask("publish", self._asker("publish"), dict(replicas)))
+        operation = self.wait(number, self._seconds)
+        if operation.stage is not Stage.DONE:
+            raise PlacementError(operation.reason or f"operation {number} is still {operation.stage}")
+        return operation.last_generation or self.status().generation
+
+    # ---- changes: each returns the number of an operation, which `wait`, `operation` and `cancel` take ----
+
+    def rebalance(
+        self,
+        *,
+        replicas: Mapping[tuple[int, int], int] | None = None,
+        homes: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        why: str = "asked for",
+    ) -> int:
+        """Ask for another placement over the same ranks.
+
+        `replicas[(layer, expert)]` are copies in all; experts that it does not name keep theirs. `homes[layer]` is a
+        whole plan instead: (expert, rank) pairs. With neither, the placement that suits the demand of the last minutes.
+        Raises `ConfigError` for both, or when there is no demand yet.
+        """
+        return cast(int, self._ask("rebalance", self._asker(why), _target(replicas, homes)))
+
+    def preview(
+        self,
+        *,
+        replicas: Mapping[tuple[int, int], int] | None = None,
+        homes: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    ) -> Preview:
+        """What `rebalance` with the same arguments would take, from the placement that is active now; nothing changes.
+
+        Raises `ConfigError` as `rebalance` does, and `PlacementError` for what an operation would end with as failed.
+        """
+        return cast(Preview, self._ask("preview", _target(replicas, homes)))
+
+    def scale(self, peers: int, *, why: str = "asked for") -> int | None:
+        """Ask for so many peers; None where that is what there is, or will be. Raises `ConfigError` out of bounds."""
+        return cast("int | None", self._ask("scale", self._asker(why), peers))
+
+    def drain(self, *ranks: int, why: str = "asked for") -> int:
+        """Ask the named ranks to leave: their experts and requests go to others first. Raises `ConfigError`."""
+        return cast(int, self._ask("drain", self._asker(why), ranks))
+
+    def cancel(self, number: int, *, why: str = "") -> None:
+        """Undo an operation that has published nothing. Raises `ConfigError`, `GenerationError` for an unknown one."""
+        who = self._asker(why).who
+        self._ask("cancel", number, f"{who}: {why}" if why else who)
+
+    def operation(self, number: int) -> Operation:
+        """How far an operation is. Raises `GenerationError` for one that is unknown, or long forgotten."""
+        return cast(Operation, self._ask("operation", number))
+
+    def wait(self, number: int, seconds: float, on_look: Callable[[Operation], None] | None = None) -> Operation:
+        """The operation once it has ended, or as it is after `seconds`; `on_look` is called after each look at it."""
+        deadline = Deadline(seconds)
+        while True:
+            operation = cast(Operation, self._ask("wait", number, min(deadline.left, _WAIT_S)))
+            if on_look is not None:
+                on_look(operation)
+            if operation.ended or deadline.passed:
+                return operation
+
+    def history(self) -> tuple[Operation, ...]:
+        """Operations that have ended and those that are open: who asked, when, why, what it took."""
+        return cast("tuple[Operation, ...]", self._ask("history"))
+
+    def _asker(self, why: str) -> Asker:
+        return Asker(f"{getpass.getuser()}@{socket.gethostname()}", why, time.time())
 
     def stop(self) -> None:
         """End the cluster: engines at one agreed step, then all actors. A cluster that is already gone is fine."""
@@ -75,11 +150,18 @@ class Cluster:
             kill_cluster(self.name)
 
     def _ask(self, method: str, *args: object) -> object:
-        try:
-            ref = getattr(self._controller, method).remote(*args)
-            return ray_get(ref, self._seconds, f"{method} of cluster {self.name!r}")
-        except RayActorError as error:
-            raise NotServingError(f"the controller of cluster {self.name!r} is gone") from error
+        """Ask the controller; while Ray starts it again after its process died, ask again."""
+        deadline = Deadline(self._seconds)
+        while True:
+            try:
+                ref = getattr(self._controller, method).remote(*args)
+                return ray_get(ref, deadline.left + 0.1, f"{method} of cluster {self.name!r}")
+            except ActorUnavailableError as error:
+                if deadline.passed:
+                    raise NotServingError(f"the controller of cluster {self.name!r} does not come back") from error
+                pause(_POLL_S)
+            except RayActorError as error:
+                raise NotServingError(f"the controller of cluster {self.name!r} is gone") from error
 
 
 def start(config: ClusterConfig, on_progress: OnProgress | None = None) -> Cluster:
@@ -114,3 +196,15 @@ def start(config: ClusterConfig, on_progress: OnProgress | None = None) -> Clust
 def connect(name: str = "default") -> Cluster:
     """A handle on a cluster that runs on this Ray cluster; `NotServingError` when there is none of this name."""
     return Cluster(name, find_controller(name))
+
+
+def _target(
+    replicas: Mapping[tuple[int, int], int] | None, homes: Mapping[int, Sequence[tuple[int, int]]] | None
+) -> Target | None:
+    if replicas is not None and homes is not None:
+        raise ConfigError("replicas and homes both say where experts shall live; give one of them")
+    if replicas is not None:
+        return ByCounts(dict(replicas))
+    if homes is not None:
+        return ByHomes({layer: tuple((expert, rank) for expert, rank in homes[layer]) for layer in homes})
+    return None

@@ -16,6 +16,10 @@ from ray_moe.errors import ConfigError, PlacementError
 from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, TopologyManifest, read_yaml, shown
 from ray_moe.relations import RuntimeTopology
 
+MOST_PEERS = 1024  # where a configuration gives no bound
+# What can be chosen unit by unit: transports that need no group of their own, and every runner.
+_CHOSEN_TRANSPORTS = ("all_to_all_v", "padded_all_to_all", "all_gather_filter")
+_CHOSEN_RUNNERS = ("grouped", "capacity_padded", "block_sparse", "masked_decode")
 _RAREST_AUDIT = 1e-6  # of the steps
 _Seconds = Annotated[float, Field(gt=0)]
 
@@ -109,12 +113,42 @@ CONTRACTS: dict[str, dict[str, Any]] = {
 }
 
 
+class AutopilotConfig(Manifest):
+    """When the cluster changes itself, between `min_peers` and `max_peers`. Targets are for one rank; times seconds.
+
+    It grows where tokens arriving, requests waiting or the time between tokens have been above target for
+    `grow_after_s`, and shrinks where fewer ranks would be enough for `shrink_after_s`. Experts move where the fullest
+    rank has carried `imbalance` times the mean for `move_after_s`. Between two changes lie `cool_down_s`.
+    """
+
+    tokens_per_s: Annotated[float, Field(gt=0)] = 1000.0
+    waiting: Annotated[float, Field(gt=0)] = 4.0
+    token_latency_s: _Seconds = 0.2
+    unloaded_token_latency_s: Annotated[float, Field(ge=0)] = 0.0
+    grow_after_s: Annotated[float, Field(ge=0)] = 10.0
+    shrink_after_s: Annotated[float, Field(ge=0)] = 120.0
+    move_after_s: Annotated[float, Field(ge=0)] = 30.0
+    cool_down_s: Annotated[float, Field(ge=0)] = 30.0
+    imbalance: Annotated[float, Field(gt=1)] = 1.3
+    min_replicas: Positive = 1
+    ranks: bool = True
+    experts: bool = True
+
+
 class ClusterConfig(Manifest):
     """Everything that `ray-moe up` decides. Times are seconds; `spare_slots` are per peer and MoE layer.
 
     `contract` names a historical combination and sets its fields. `node_labels` says per rank which node it belongs to
     (default: the Ray node that it runs on); `topology`, a document or the path of one, says more: relays, NICs,
     fabrics, and groups with their peer orders and epoch.
+
+    `adaptive` lists combinations of transport and runner ("all_to_all_v+grouped,..."; "all"), of which every unit takes
+    the one that has been cheapest for units like it.
+
+    A cluster may grow to `max_peers` and shrink to `min_peers`, for which slot pools are sized (default: `peers`); it
+    does so by itself with `autopilot`. Peers report what their routers asked for every `demand_every_steps` steps.
+    `fill_bytes_per_s` caps what a peer reads into slots, or gives to others, while it serves. What the controller must
+    remember lies in Ray's own store, or in `state_file`.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
@@ -128,6 +162,11 @@ class ClusterConfig(Manifest):
         BeforeValidator(lambda given: parse_replicas(given) if isinstance(given, str) else given),
     ] = ()
     cpus_per_peer: Annotated[float, Field(ge=0)] = 0.25
+    min_peers: Positive | None = None
+    max_peers: Positive | None = None
+    fill_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    autopilot: AutopilotConfig | None = None
+    state_file: Annotated[str, Field(min_length=1)] | None = None
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -146,6 +185,11 @@ class ClusterConfig(Manifest):
     ] = ()
     topology: Annotated[SerializeAsAny[TopologyManifest] | None, BeforeValidator(lambda given: _topology(given))] = None
     runner: Literal["grouped", "capacity_padded", "block_sparse", "masked_decode"] = "grouped"
+    adaptive: Annotated[
+        AsTuple[str],
+        BeforeValidator(lambda given: _choices(given) if isinstance(given, str) else given),
+        AfterValidator(lambda given: _known_choices(given)),
+    ] = ()
     block_rows: Positive = 128
     strategy: Literal["bulk", "chunk_pipeline", "shared_path", "microbatch_pipeline"] = "bulk"
     strategy_parts: Positive = 2
@@ -160,6 +204,7 @@ class ClusterConfig(Manifest):
     step_deadline_s: _Seconds = 30.0
     start_deadline_s: _Seconds = 300.0
     request_deadline_s: _Seconds = 600.0
+    demand_every_steps: Natural = 32
     audit_rate: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda given: _audit_rate(given))] = 1 / 256
     final_after_steps: Natural = 1
 
@@ -208,10 +253,47 @@ class ClusterConfig(Manifest):
         return self
 
     @model_validator(mode="after")
+    def _peers_in_bounds(self) -> Self:
+        if not self.fewest_peers <= self.peers <= self.most_peers:
+            raise ValueError(
+                f"peers must be in [{self.fewest_peers}, {self.most_peers}] (min_peers, max_peers), found {self.peers}"
+            )
+        return self
+
+    @property
+    def fewest_peers(self) -> int:
+        """Slot pools are sized so that so few peers hold all experts."""
+        return self.peers if self.min_peers is None else self.min_peers
+
+    @property
+    def most_peers(self) -> int:
+        return max(MOST_PEERS, self.peers) if self.max_peers is None else self.max_peers
+
+    @model_validator(mode="after")
     def _carried(self) -> Self:
         if self.peers > 1 and self.device == "cuda":
             raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
         return self
+
+
+def _choices(text: str) -> tuple[str, ...]:
+    """ "a+b,c+d" as choices; an empty text gives none, "all" every one there is."""
+    if text.strip() == "all":
+        return tuple(f"{transport}+{runner}" for transport in _CHOSEN_TRANSPORTS for runner in _CHOSEN_RUNNERS)
+    return tuple(choice.strip() for choice in text.split(",")) if text.strip() else ()
+
+
+def _known_choices(given: tuple[str, ...]) -> tuple[str, ...]:
+    for choice in given:
+        transport, _, runner = choice.partition("+")
+        if transport not in _CHOSEN_TRANSPORTS or runner not in _CHOSEN_RUNNERS:
+            raise ValueError(
+                f"found {choice!r}, must be TRANSPORT+RUNNER of {', '.join(_CHOSEN_TRANSPORTS)} and "
+                f"{', '.join(_CHOSEN_RUNNERS)}"
+            )
+    if len(set(given)) < len(given) or len(given) == 1:
+        raise ValueError(f"adaptive choices must be at least 2 and distinct, found {', '.join(given)}")
+    return given
 
 
 def _audit_rate(rate: float) -> float:

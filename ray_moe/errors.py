@@ -54,6 +54,21 @@ class SlotError(RayMoEError):
     """A slot pool was asked for something its state does not allow (no free slot, overwrite in place, ...)."""
 
 
+class DigestMismatchError(RayMoEError):
+    """Parameters arrived with other bits than the checkpoint has: the slot was left free, and nothing was published."""
+
+    def __init__(self, layer: int, pool_slot: int, expert: int, source: str, expected: str, found: str) -> None:
+        super().__init__(layer, pool_slot, expert, source, expected, found)
+        self.layer, self.pool_slot, self.expert, self.source = layer, pool_slot, expert, source
+        self.expected, self.found = expected, found
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer} slot {self.pool_slot}: expert {self.expert} from {self.source}: "
+            f"expected parameter digest {self.expected}, found {self.found}"
+        )
+
+
 class RoutesError(RayMoEError, ValueError):
     """Routes that no router can have produced: ids out of range, shapes that disagree, a digest that does not match."""
 
@@ -196,6 +211,17 @@ class GenerationError(RayMoEError):
     """The placement registry refuses an operation on a generation."""
 
 
+class ReleaseError(GenerationError):
+    """The release registry, a bundle or a load refuses; `reason` says what for, `mismatched` which fields disagree."""
+
+    def __init__(self, reason: str, detail: str, mismatched: Sequence[str] = ()) -> None:
+        super().__init__(reason, detail, tuple(mismatched))
+        self.reason, self.detail, self.mismatched = reason, detail, tuple(mismatched)
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
 class RetirementRefusedError(GenerationError):
     """A generation is still referenced or held; `holders` says by whom."""
 
@@ -246,3 +272,18 @@ class AgreementError(RayMoEError):
 
 class NotServingError(RayMoEError):
     """The cluster, or the peer that was asked, does not accept requests; the message says why."""
+
+
+class NotAvailableError(RayMoEError):
+    """The machines have no room for what was asked; the message says what it takes and what is free."""
+
+
+class PeerLeavingError(NotServingError):
+    """The peer that was asked is leaving the cluster and admits no request any more; the other peers do."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is leaving and admits no requests"

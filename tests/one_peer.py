@@ -16,6 +16,7 @@ from ray_moe.controlplane.solve import balanced, fills, place, pool_capacity
 from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
 from ray_moe.dataplane.layer import LayerCounters
+from ray_moe.dataplane.route_counts import DemandReport
 from ray_moe.dataplane.runners import BLOCK_ROWS
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.engine.blocks import overlap_shared, probe_blocks
@@ -43,6 +44,7 @@ class Collector:
     records: list[StreamRecord] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
+    reports: list[DemandReport] = field(default_factory=list)
     delivered: threading.Condition = field(default_factory=threading.Condition)
 
     def deliver(self, items: Sequence[Delivery]) -> None:
@@ -56,6 +58,9 @@ class Collector:
 
     def lease_returned(self, view: GenerationView) -> None:
         self.returned.append(view.lease.generation)
+
+    def demand(self, reports: Sequence[DemandReport]) -> None:
+        self.reports += reports
 
     def wake_peers(self) -> None:
         """There are none."""
@@ -129,7 +134,6 @@ class OnePeer:
                 vocab_size=self.trunk.vocab_size,
                 device=device,
             ),
-            self.backend.transport,
             self.view(1),
             self.outlet,
             self.blocks,

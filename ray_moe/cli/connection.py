@@ -15,11 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ray_moe.cli import records
 from ray_moe.cli.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, answers, environment_of
 from ray_moe.cli.records import Record
 from ray_moe.errors import ConfigError, NotServingError
+
+if TYPE_CHECKING:
+    from ray_moe.config import ClusterConfig
 
 _LOCALHOST = ("localhost", "127.0.0.1", "::1")
 _ANSWER_S = 5.0
@@ -33,9 +37,10 @@ class Target:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def cpus_for(peers: int, cpus_per_peer: float) -> int:
-    """Logical CPUs of a Ray of our own: all there are, and enough for these peers to be placed."""
-    return max(os.cpu_count() or 1, math.ceil(peers * cpus_per_peer) + 1)
+def cpus_for(config: ClusterConfig) -> int:
+    """Logical CPUs of a Ray of our own: all there are, and enough for as many peers as the cluster may grow to."""
+    peers = config.peers if config.max_peers is None else config.max_peers
+    return max(os.cpu_count() or 1, math.ceil(peers * config.cpus_per_peer) + 1)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""demo: everything once, on this machine, in under a minute: a cluster, its HTTP API, its status, and a proof."""
+"""demo: everything once, on this machine, in about a minute: a cluster, its HTTP API, its status, a proof; changes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ray_moe.cli.connection import attached, locate, serve_app
+from ray_moe.cli.demo_elastic import second_act
 from ray_moe.cli.generate import embedded, one_generation, ranks_document
 from ray_moe.cli.head import free_ports
 from ray_moe.cli.lifecycle import status_document
@@ -22,6 +24,7 @@ from ray_moe.models import TINY_MOE, tiny_moe_path
 
 if TYPE_CHECKING:
     import httpx
+    from transformers import PreTrainedModel
 
     from ray_moe.actors.reports import Directory
 
@@ -29,6 +32,7 @@ _MESSAGES = [{"role": "user", "content": "What newes from Rome, my Lord?"}]
 _MAX_TOKENS, _TEMPERATURE, _SEED = 64, 0.7, 0
 # Copies that routes are spread over: one expert in every layer, one in the first only.
 _REPLICAS = "*:3=2,0:7=3"
+_SPARE_SLOTS = 3
 _HTTP_S = 120.0
 
 
@@ -37,10 +41,19 @@ def demo(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve the embedded model on this machine, chat with it over HTTP, and check its tokens against transformers."""
+    """Serve the embedded model on this machine, chat with it over HTTP, and check its tokens against transformers;
+    then change the cluster while a stream runs."""
     began = time.monotonic()
     replicas = _REPLICAS if peers >= 3 else ""
-    config = cluster_config(None, model=TINY_MOE, name="demo", peers=peers, replicas=replicas)
+    config = cluster_config(
+        None,
+        [f"max_peers={peers + 1}"],
+        model=TINY_MOE,
+        name="demo",
+        peers=peers,
+        replicas=replicas,
+        spare_slots=_SPARE_SLOTS,
+    )
     model, port = tiny_moe_path(), free_ports(1)[0]
     with output(as_json) as out:
         with embedded(config, out, attached(locate(address, config.name)) if address else None) as cluster:
@@ -74,9 +87,10 @@ def demo(
                 out.show(render_status(status_document(found)))
             finally:
                 app.shutdown(config.name)
+            elastic = second_act(cluster, out, prompt_ids, lambda count: endless_reference(model, prompt_ids, count))
         out.say("the same prompt with transformers alone (fp32, eager experts)")
         expected = reference_tokens(model, prompt_ids, _MAX_TOKENS)
-        parity = all(tokens == expected for tokens in greedy) and made.text == text
+        parity = all(tokens == expected for tokens in greedy) and made.text == text and elastic["token_exact"]
         tokens_per_s = len(made.token_ids) / seconds_chatting
         out.show(
             f"{len(made.token_ids)} tokens over HTTP, {tokens_per_s:.1f} tokens/s; "
@@ -100,6 +114,7 @@ def demo(
                 "reference_token_ids": list(expected),
                 "ranks": ranks_document(found),
                 "replicas": replicas,
+                "elastic": elastic,
                 "http_url": url,
                 "model": TINY_MOE,
                 "seconds": round(time.monotonic() - began, 2),
@@ -115,7 +130,7 @@ async def _on_every_peer(directory: Directory, prompt_ids: Sequence[int]) -> lis
     from ray_moe.sdk import Client
 
     client, params = Client(directory), SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0)
-    each = (client.generate(prompt_ids, params, peer=peer) for peer in range(len(directory.peers)))
+    each = (client.generate(prompt_ids, params, peer=peer) for peer in range(len(directory.ranks)))
     return [made.token_ids for made in await asyncio.gather(*each)]
 
 
@@ -152,6 +167,22 @@ def _pieces(response: httpx.Response) -> Iterator[str]:
 
 def reference_tokens(model: Path, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
     """Greedy tokens of transformers' own model in fp32 with its eager experts: one process, nothing of ours."""
+    reference, end_ids = _reference(model)
+    tokens: list[int] = []
+    for token in _greedy(reference, prompt_ids):
+        tokens.append(token)
+        if len(tokens) == max_tokens or token in end_ids:
+            break
+    return tuple(tokens)
+
+
+def endless_reference(model: Path, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """The same, past every end of sequence."""
+    reference, _ = _reference(model)
+    return tuple(islice(_greedy(reference, prompt_ids), count))
+
+
+def _reference(model: Path) -> tuple[PreTrainedModel, set[int]]:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -159,14 +190,17 @@ def reference_tokens(model: Path, prompt_ids: Sequence[int], max_tokens: int) ->
     disable_progress_bar()
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager")
     ends = reference.generation_config.eos_token_id
-    end_ids = {ends} if isinstance(ends, int) else set(ends or ())
-    tokens: list[int] = []
-    cache = None
-    step_ids = torch.tensor([list(prompt_ids)])
-    with torch.inference_mode():
-        while len(tokens) < max_tokens and not (tokens and tokens[-1] in end_ids):
+    return reference, {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def _greedy(reference: PreTrainedModel, prompt_ids: Sequence[int]) -> Iterator[int]:
+    import torch
+
+    cache, step_ids = None, torch.tensor([list(prompt_ids)])
+    while True:
+        with torch.inference_mode():
             answer = reference(step_ids, past_key_values=cache, use_cache=True)
-            cache = answer.past_key_values
-            tokens.append(int(answer.logits[0, -1].argmax()))
-            step_ids = torch.tensor([[tokens[-1]]])
-    return tuple(tokens)
+        cache = answer.past_key_values
+        token = int(answer.logits[0, -1].argmax())
+        yield token
+        step_ids = torch.tensor([[token]])

@@ -190,7 +190,7 @@ def ranks_document(found: ClusterStatus) -> list[dict[str, Any]]:
 def embedded(config: ClusterConfig, out: Output, ray: AbstractContextManager[None] | None = None) -> Iterator[Cluster]:
     """A cluster that ends with the block: in a Ray of this process alone, or on the connection that is given."""
     out.say(f"starting {config.peers} peers" + (" in a Ray of their own" if ray is None else ""))
-    with ray or local_ray(cpus_for(config.peers, config.cpus_per_peer)):
+    with ray or local_ray(cpus_for(config)):
         from ray_moe import cluster as clusters
 
         with out.loading() as draw:

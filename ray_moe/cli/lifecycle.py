@@ -168,7 +168,7 @@ def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: 
     record = start_head(
         config.name,
         config.model,
-        num_cpus=cpus_for(config.peers, config.cpus_per_peer),
+        num_cpus=cpus_for(config),
         dashboard=dashboard,
         seconds=config.start_deadline_s,
     )

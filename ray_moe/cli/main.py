@@ -1,7 +1,8 @@
 """The `ray-moe` command: the verbs, and how each of them ends.
 
-Exit codes: 0; 1 for what went wrong; 2 for what was asked wrongly (a `ConfigError`, an unknown option); 130 after
-Ctrl-C. Torch, Ray and transformers are imported by the verbs that need them, so that --help answers at once.
+Exit codes: 0; 1 for what went wrong, an operation that failed or was cancelled included; 2 for what was asked wrongly
+(a `ConfigError`, an unknown option); 130 after Ctrl-C. Torch, Ray and transformers are imported by the verbs that need
+them, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import typer
 
 from ray_moe import __version__
 from ray_moe.cli.demo import demo
+from ray_moe.cli.elastic import cancel, drain, rebalance, scale
 from ray_moe.cli.generate import generate
+from ray_moe.cli.history import history
 from ray_moe.cli.ledger import ledger
 from ray_moe.cli.lifecycle import down, status, up
 from ray_moe.cli.output import report
@@ -27,7 +30,11 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     help="Serve Mixture-of-Experts models on a Ray cluster.", add_completion=False, pretty_exceptions_enable=False
 )
-for verb in (up, down, status, ledger, generate, demo, plan, simulate):
+for verb in (
+    *(up, down, status, ledger, generate, demo),
+    *(rebalance, scale, drain, cancel, history),
+    *(plan, simulate),
+):
     app.command()(verb)
 
 

@@ -8,7 +8,7 @@ overlaps step n.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,11 +64,16 @@ class Agreement:
     epoch: int
 
 
-def agree(records: Sequence[StepRecord]) -> Agreement:
+def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
     """Fold the peers' records of one step.
 
-    Raises `AgreementError` naming the field and the two peer slots that differ.
+    `opening` is the first agreement of an epoch: members of the last one and members that have just come need not have
+    counted the same steps, and go on from the highest (DESIGN section 4). Raises `AgreementError` naming the field and
+    the two peer slots that differ.
     """
+    if opening:
+        first_step = max(record.step for record in records)
+        records = [replace(record, step=first_step) for record in records]
     first = records[0]
     for name in ("release64", "header64", "generation", "epoch", "step"):
         for peer, record in enumerate(records):

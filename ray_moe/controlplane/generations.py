@@ -24,7 +24,7 @@ class State(StrEnum):
 
 # state -> {event: next state}. There is no way back: a rollback's re-activation is an operation of its own.
 TRANSITIONS: dict[State, dict[str, State]] = {
-    State.ACTIVE: {"supersede": State.DRAINING},  # the next generation was published
+    State.ACTIVE: {"supersede": State.DRAINING},  # the next generation was published, or its release stopped
     State.DRAINING: {"retire": State.RETIRED},  # zero leases, not held
     State.RETIRED: {},
 }
@@ -45,7 +45,8 @@ def advance(generation: int, state: State, event: str) -> State:
 class GenerationStatus:
     """One generation as the registry sees it. `held_until_step` is the committed step that ends its hold.
 
-    `held` with `held_until_step` None means that no step has been reported since its successor was published.
+    `held` with `held_until_step` None means that no step has been reported since its successor was published, or that
+    no step ends the hold: it is the way back of a release that is not final.
     """
 
     generation: int
@@ -58,13 +59,28 @@ class GenerationStatus:
 
 
 @dataclass
+class LeaseNumbers:
+    """The next lease's number. Registries that share one never give two leases the same."""
+
+    next: int = 1
+
+    def take(self) -> int:
+        number, self.next = self.next, self.next + 1
+        return number
+
+    def go_beyond(self, number: int) -> None:
+        self.next = max(self.next, number + 1)
+
+
+@dataclass
 class _Entry:
-    """A snapshot and the three things about it that change."""
+    """A snapshot and what about it changes."""
 
     snapshot: PlacementSnapshot
     state: State = State.ACTIVE
     held: bool = False
     superseded_step: int | None = None  # last step known to be committed when the successor was published
+    outlives_steps: bool = False  # the hold ends by `release_hold` alone
 
 
 class PlacementRegistry:
@@ -74,15 +90,22 @@ class PlacementRegistry:
     its successor. A registry that takes over from one that died is built with `recovering=True`, is given the live
     snapshots again by `publish` in ascending order, and neither grants, takes back nor retires anything until `rebuild`
     has told it which leases the peers hold. `first_lease_id` lets it number its leases above those of earlier
-    incarnations.
+    incarnations, or `numbers` share the numbering with other registries.
     """
 
-    def __init__(self, *, final_after_steps: int = 1, recovering: bool = False, first_lease_id: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        final_after_steps: int = 1,
+        recovering: bool = False,
+        first_lease_id: int = 1,
+        numbers: LeaseNumbers | None = None,
+    ) -> None:
         if final_after_steps < 0:
             raise GenerationError(f"final_after_steps must be >= 0, found {final_after_steps}")
         self._final_after_steps = final_after_steps
         self._recovering = recovering
-        self._next_lease_id = first_lease_id
+        self._numbers = LeaseNumbers(first_lease_id) if numbers is None else numbers
         self._entries: dict[int, _Entry] = {}  # ascending; the latest RETIRED ones stay for `status`
         self._active: int | None = None
         self._step: int | None = None
@@ -94,21 +117,19 @@ class PlacementRegistry:
         """Make `snapshot` the generation for new dispatches; the one that served so far drains and is held.
 
         Raises `GenerationError` when a slot's digest is unverified; when the generation does not come after all that
-        were seen; when checkpoint or release differ from the active one's, which takes a new release and not a new
-        generation; or when the epoch lies before the active one's of the same group.
+        were seen; when checkpoint, release or expert unit differ from the latest one's, which takes a new release and
+        not a new generation; or when the epoch lies before the latest one's of the same group.
         """
         generation = snapshot.generation
         if not snapshot.verified:
             raise GenerationError(f"generation {generation} cannot be published: {_unverified(snapshot)}")
-        if self._active is not None:
-            newest, active = max(self._entries), self.active()
+        if self._entries:
+            newest = max(self._entries)
             if generation <= newest:
                 raise GenerationError(f"generation {generation} cannot be published: it must be greater than {newest}")
-            _require_same_release(snapshot, active)
-            prior = self._entries[self._active]
-            prior.state = advance(self._active, prior.state, "supersede")
-            prior.superseded_step = self._step
-            prior.held = self._final_after_steps > 0
+            _require_same_release(snapshot, self._entries[newest].snapshot)
+        if self._active is not None:
+            self._supersede(self._active, held=self._final_after_steps > 0)
         self._entries[generation] = _Entry(snapshot)
         self._active = generation
 
@@ -125,8 +146,7 @@ class PlacementRegistry:
                 f"{holder} asks for generation {generation}, which is {self._describe(generation)}: "
                 f"new dispatches go to {snapshot.generation}"
             )
-        lease = Lease(self._next_lease_id, holder, snapshot.generation, snapshot.group.epoch)
-        self._next_lease_id += 1
+        lease = Lease(self._numbers.take(), holder, snapshot.generation, snapshot.group.epoch)
         self._leases[lease.lease_id] = lease
         return lease
 
@@ -178,8 +198,47 @@ class PlacementRegistry:
             if other is not lease:
                 raise GenerationError(f"lease {lease.lease_id} is reported twice: by {other.holder} and {lease.holder}")
         self._leases = by_id
-        self._next_lease_id = max((self._next_lease_id, *(lease_id + 1 for lease_id in by_id)))
+        for lease_id in by_id:
+            self._numbers.go_beyond(lease_id)
         self._recovering = False
+
+    def forget_leases(self) -> None:
+        """This registry was read back after a restart: which leases are out is unknown until `rebuild`."""
+        self._leases = {}
+        self._recovering = True
+
+    # -- the two operations of a release that leaves or comes back
+
+    def stop_dispatch(self, *, held: bool) -> int:
+        """No generation takes new dispatches from here on; returns the one that did, which drains.
+
+        `held` keeps it as a way back until `release_hold`, whatever steps are committed meanwhile. Raises
+        `GenerationError` when none is active.
+        """
+        generation = self.active().generation
+        self._supersede(generation, held=held)
+        self._entries[generation].outlives_steps = held
+        self._active = None
+        return generation
+
+    def reactivate(self, generation: int) -> PlacementSnapshot:
+        """Let a held DRAINING generation take new dispatches again: the way back of a rollback.
+
+        An operation of its own and no edge of `TRANSITIONS`; whoever calls it logs it. Raises `GenerationError` while
+        another generation takes new dispatches, and for one that is not held.
+        """
+        entry = self._entry(generation)
+        if self._active is not None:
+            raise GenerationError(
+                f"generation {generation} cannot be re-activated: {self._active} takes new dispatches, stop it first"
+            )
+        if entry.state is not State.DRAINING or not self._is_held(entry):
+            raise GenerationError(
+                f"generation {generation} cannot be re-activated: it is {entry.state} and not held for a rollback"
+            )
+        self._entries[generation] = _Entry(entry.snapshot)
+        self._active = generation
+        return entry.snapshot
 
     # -- holds
 
@@ -203,9 +262,11 @@ class PlacementRegistry:
     # -- questions
 
     def active(self) -> PlacementSnapshot:
-        """The generation for new dispatches; `GenerationError` before the first publication."""
+        """The generation for new dispatches; `GenerationError` before the first publication and once stopped."""
         if self._active is None:
-            raise GenerationError("no placement generation has been published yet")
+            if not self._entries:
+                raise GenerationError("no placement generation has been published yet")
+            raise GenerationError("no placement generation takes new dispatches: the one that did was stopped")
         return self._entries[self._active].snapshot
 
     def require_live(self, generation: int) -> PlacementSnapshot:
@@ -216,6 +277,10 @@ class PlacementRegistry:
                 f"generation {generation} is {self._describe(generation)}: nothing resolves through it"
             )
         return entry.snapshot
+
+    def knows(self, generation: int) -> bool:
+        """Whether it is live, or one of the latest retired ones."""
+        return generation in self._entries
 
     def live(self) -> tuple[PlacementSnapshot, ...]:
         """All snapshots whose slots must stay as they are, ascending."""
@@ -270,8 +335,15 @@ class PlacementRegistry:
     def _describe(self, generation: int) -> str:
         return self._entries[generation].state.value if generation in self._entries else "unknown or long retired"
 
+    def _supersede(self, generation: int, *, held: bool) -> None:
+        entry = self._entries[generation]
+        entry.state = advance(generation, entry.state, "supersede")
+        entry.superseded_step, entry.held = self._step, held
+
     def _held_until(self, entry: _Entry) -> int | None:
-        return None if entry.superseded_step is None else entry.superseded_step + self._final_after_steps
+        if entry.superseded_step is None or entry.outlives_steps:
+            return None
+        return entry.superseded_step + self._final_after_steps
 
     def _is_held(self, entry: _Entry) -> bool:
         until = self._held_until(entry)
@@ -280,6 +352,8 @@ class PlacementRegistry:
     def _hold_reason(self, entry: _Entry) -> str:
         until = self._held_until(entry)
         when = "the first committed step is reported" if until is None else f"step {until} is committed"
+        if entry.outlives_steps:
+            when = "the release that follows is final"
         return f"the way back of a rollback until {when}"
 
     def _require_rebuilt(self, operation: str) -> None:
@@ -288,8 +362,12 @@ class PlacementRegistry:
 
 
 def _require_same_release(candidate: PlacementSnapshot, active: PlacementSnapshot) -> None:
-    for name in ("release_id", "checkpoint_version"):
-        old, new = getattr(active, name), getattr(candidate, name)
+    """What a slot holds, a whole expert or a part of one, is part of a placement's identity (0x0BB)."""
+    for name, old, new in (
+        ("release_id", active.release_id, candidate.release_id),
+        ("checkpoint_version", active.checkpoint_version, candidate.checkpoint_version),
+        ("expert parts", _expert_parts(active), _expert_parts(candidate)),
+    ):
         if old != new:
             raise GenerationError(
                 f"generation {candidate.generation} has {name} {new}, the active one {old}: that takes a new release"
@@ -300,6 +378,11 @@ def _require_same_release(candidate: PlacementSnapshot, active: PlacementSnapsho
             f"generation {candidate.generation} is for epoch {new_group.epoch} of {new_group.process_group_id}, "
             f"which is in epoch {old_group.epoch} already"
         )
+
+
+def _expert_parts(snapshot: PlacementSnapshot) -> str:
+    """Into how many parts a placement cuts its experts: "1" where every slot holds a whole one."""
+    return ", ".join(map(str, sorted({slot.shard.count for layer in snapshot.layers for slot in layer.slots})))
 
 
 def _unverified(snapshot: PlacementSnapshot) -> str:

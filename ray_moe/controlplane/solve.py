@@ -202,7 +202,7 @@ def place(
     for layer in assignment.layers:
         kept = _keep(layer, same)
         fresh = _fresh_pool_slots(layer, kept, _used(layer.layer, beside), capacity)
-        names = _fresh_replica_ids(layer, kept, same)
+        names = fresh_replica_ids(layer, kept, same)
         slots = []
         for position, (expert, rank) in enumerate(layer.homes):
             if rank not in topology.owner:
@@ -295,7 +295,7 @@ def _fresh_pool_slots(
     return fresh
 
 
-def _fresh_replica_ids(
+def fresh_replica_ids(
     layer: LayerAssignment, kept: Mapping[int, Slot], prior: PlacementSnapshot | None
 ) -> dict[int, ReplicaId]:
     """Names for the copies that are new: the lowest number that no copy of the expert has, or had in `prior`."""

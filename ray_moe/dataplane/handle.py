@@ -162,6 +162,11 @@ class HandleHeader:
         """The first 63 bits of `digest`, for fixed-size records of integers."""
         return int(self.digest[:16], 16) >> 1
 
+    @cached_property
+    def release64(self) -> int:
+        """63 bits of the release id's SHA-256, for the same records."""
+        return int(hashlib.sha256(self.release_id.encode()).hexdigest()[:16], 16) >> 1
+
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: whoever receives a header digests what has arrived, not what the sender had."""
         return {item.name: getattr(self, item.name) for item in fields(self)}

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from ray_moe.comm.transports import chunk_span
+from ray_moe.dataplane.adaptive import AdaptivePaths
 from ray_moe.dataplane.audit import audit
 from ray_moe.dataplane.captured import CapturedDecode
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
@@ -26,6 +28,7 @@ from ray_moe.dataplane.paths import Path, SharedExpert
 from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccount
 from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
 from ray_moe.dataplane.policies import ReplicaPolicy
+from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.dataplane.runners import LayerWeights
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.errors import ConfigError, RoutesError, StaleHandleError
@@ -40,7 +43,8 @@ class LayerCounters:
 
     Remote rows crossed to another peer, local ones did not. Decode units were replayed, or fell back for a reason.
     `peak_live_bytes` is the most that one invocation held in named buffers. `fan_out` counts audited tokens, and the
-    ranks and nodes that their routes reached; `ledger` is the last audited invocation's.
+    ranks and nodes that their routes reached; `choices` counts units by phase and adaptive path; `ledger` is the last
+    audited invocation's.
     """
 
     invocations: int = 0
@@ -52,6 +56,7 @@ class LayerCounters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     peak_live_bytes: int = 0
     fan_out: Counter[str] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
     ledger: InvocationLedger | None = None
 
     @staticmethod
@@ -89,8 +94,9 @@ class Invocation:
 class ExpertLayer:
     """One MoE layer of one generation on one peer.
 
-    `captured` replays decode units that fit; every other unit takes `path`. Raises `StaleHandleError` when header,
-    slots and transport are not of one generation, group and seat.
+    `captured` replays decode units that fit; every other unit takes `path`, or what `adaptive` chooses. `route_counts`
+    is the rank's, for all layers and generations. Raises `StaleHandleError` when header, slots and transport are not of
+    one generation, group and seat.
     """
 
     def __init__(
@@ -102,6 +108,8 @@ class ExpertLayer:
         policy: ReplicaPolicy,
         counters: LayerCounters,
         captured: CapturedDecode | None = None,
+        route_counts: RouteCounts | None = None,
+        adaptive: AdaptivePaths | None = None,
     ) -> None:
         group = path.transport.group
         if (header.generation, header.epoch) != (slots.generation, group.spec.epoch):
@@ -116,7 +124,7 @@ class ExpertLayer:
             )
         self.header, self.slots, self.weights = header, slots, weights
         self.path, self.captured = path, captured
-        self.policy, self.counters = policy, counters
+        self.policy, self.counters, self.route_counts, self.adaptive = policy, counters, route_counts, adaptive
 
     def forward(
         self, hidden_TD: Tensor, routes: Routes, invocation: Invocation, shared: SharedExpert | None = None
@@ -134,9 +142,14 @@ class ExpertLayer:
         batches = _batches(routes, eager.strategy.batches)
         plans = self._plan(hidden_TD, batches, invocation)
         number = invocation.number(self.slots.layer)
-        record = layout_record(plans, self.header.digest64, number)
-        gathered = self.path.transport.group.gather_counts(record)
+        gathered = self._gather_counts(layout_record(plans, self.header.digest64, number))
+        if self.adaptive is not None:
+            gathered, micros_P = self.adaptive.split(gathered)
         layouts = agree_layouts(gathered, self.slots, len(batches))
+        if self.adaptive is not None:
+            name, chosen = self.adaptive.choose(invocation.unit, layouts[0], micros_P)
+            self.counters.choices[f"{invocation.unit}: {name}"] += 1
+            eager = replace(chosen, strategy=eager.strategy)
 
         def run(path: Path, hidden_TD: Tensor) -> Tensor:
             rows = [hidden_TD] if len(batches) == 1 else hidden_TD.split([batch.num_tokens for batch in batches])
@@ -145,8 +158,14 @@ class ExpertLayer:
         decision = self._admit(invocation, layouts, routes.top_k)
         if self.captured is not None and isinstance(decision, Replay):
             out_TD = self.captured.replay(decision, number, hidden_TD, routes, layouts[0], run)
+        elif self.adaptive is not None:
+            started = perf_counter()
+            out_TD = run(eager, hidden_TD)
+            self.adaptive.measured(perf_counter() - started)
         else:
             out_TD = run(eager, hidden_TD)
+        if self.route_counts is not None:
+            self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
         if sealed is not None:
             routes.verify(sealed)
             self.counters.audited += 1
@@ -171,8 +190,13 @@ class ExpertLayer:
             # The others wait for our counts. Told so, they refuse this invocation too, and the epoch can go on.
             number = invocation.number(self.slots.layer)
             refusal = refusal_record(self.slots, self.header.digest64, number, len(batches))
-            self.path.transport.group.gather_counts(refusal)
+            self._gather_counts(refusal)
             raise
+
+    def _gather_counts(self, record: Tensor) -> Tensor:
+        if self.adaptive is not None:
+            record = self.adaptive.annotate(record)
+        return self.path.transport.group.gather_counts(record)
 
     def _admit(self, invocation: Invocation, layouts: Sequence[Layout], top_k: int) -> Replay | None:
         """The executable that takes this unit, the same on every peer; None for the eager path."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ray_moe.comm.transports import Transport
+from ray_moe.dataplane.adaptive import AdaptivePaths, Chooser
 from ray_moe.dataplane.captured import CapturedDecode, Executables
 from ray_moe.dataplane.completion import StagingPool
 from ray_moe.dataplane.handle import HandleHeader
@@ -19,6 +20,7 @@ from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
 from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import ReplicaPolicy, policy_named
+from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.dataplane.runners import BLOCK_ROWS, LayerWeights, runner_named
 from ray_moe.dataplane.strategies import Strategy
 from ray_moe.engine.blocks import BlockFacts
@@ -31,12 +33,24 @@ from ray_moe.weights.slots import SlotPool
 
 @dataclass(frozen=True)
 class GenerationView:
-    """What a step runs under. `layers` by the model's layer index, in execution order; they share `policy`."""
+    """What a step runs under. `layers` by the model's layer index, in execution order; they share `policy`.
+
+    `transport` is that of the generation's epoch: views of one epoch share it.
+    """
 
     lease: Lease
     header: HandleHeader
     layers: Mapping[int, ExpertLayer]
     policy: ReplicaPolicy
+    transport: Transport
+
+    @property
+    def generation(self) -> int:
+        return self.lease.generation
+
+    @property
+    def epoch(self) -> int:
+        return self.header.epoch
 
     def activate(self) -> None:
         """Put this generation's bindings into the executables' cells: at a step boundary, on the loop's thread."""
@@ -53,10 +67,20 @@ class GenerationView:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """How a peer executes its layers: chosen once, the same in every generation.
+class Departure:
+    """What a peer stages that is no member of the generation's epoch: at that boundary it leaves."""
 
-    `executables` is None without decode buckets. `blocks` are what probing the trunk's MoE blocks found.
+    generation: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a peer executes its layers in one epoch: the same in every generation of it.
+
+    `alternatives` are transport and runner by name, among which `chooser` takes one for each unit; without them it is
+    `transport` and `runner` always. `executables` is None without decode buckets. `blocks` are what probing the trunk's
+    MoE blocks found.
     """
 
     transport: Transport
@@ -66,12 +90,23 @@ class Backend:
     blocks: Mapping[int, BlockFacts]
     block_rows: int = BLOCK_ROWS
     executables: Executables | None = None
+    alternatives: Mapping[str, tuple[Transport, str]] = field(default_factory=dict)
+    chooser: Chooser | None = None
     staging: StagingPool = field(default_factory=StagingPool)
 
     def path(self) -> Path:
         """A path of its own for one layer; all share the staging buffers, since a peer runs one layer at a time."""
-        runner = runner_named(self.runner, block_rows=self.block_rows)
-        return Path(self.transport, runner, self.strategy, staging=self.staging)
+        return self._path(self.transport, self.runner)
+
+    def adaptive_paths(self) -> AdaptivePaths | None:
+        """The alternatives as paths of one layer; None where there is nothing to choose."""
+        if self.chooser is None:
+            return None
+        paths = (self._path(*choice) for choice in self.alternatives.values())
+        return AdaptivePaths(tuple(self.alternatives), tuple(paths), self.chooser)
+
+    def _path(self, transport: Transport, runner: str) -> Path:
+        return Path(transport, runner_named(runner, block_rows=self.block_rows), self.strategy, staging=self.staging)
 
 
 def build_view(
@@ -83,6 +118,7 @@ def build_view(
     pool: SlotPool,
     backend: Backend,
     counters: Mapping[int, LayerCounters],
+    route_counts: RouteCounts | None = None,
 ) -> GenerationView:
     """Compile `snapshot` for this peer over the slabs of `pool`.
 
@@ -122,8 +158,10 @@ def build_view(
             policy=policy,
             counters=counters[placement.layer],
             captured=_captured(backend, header, slots, trunk),
+            route_counts=route_counts,
+            adaptive=backend.adaptive_paths(),
         )
-    return GenerationView(lease=lease, header=header, layers=layers, policy=policy)
+    return GenerationView(lease=lease, header=header, layers=layers, policy=policy, transport=backend.transport)
 
 
 def _require_resident(snapshot: PlacementSnapshot, rank: GlobalRank, pool: SlotPool) -> None:

@@ -14,7 +14,7 @@ head. Sizes are in tokens; a write slot is block * block_size + offset.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ray_moe.engine.units import UnitBatch
-from ray_moe.errors import ConfigError, SlotError, UnsupportedModelError
+from ray_moe.errors import ConfigError, RequestError, SlotError, UnsupportedModelError
 
 
 class BlockAllocator:
@@ -81,11 +81,51 @@ class KVCache:
         """Stores the unit's keys and values and returns the layer's pool. Writing the same again changes nothing."""
         head_dim = max(key_HTD.shape[-1], value_HTD.shape[-1])
         entry_THD = torch.cat((_pad_to(key_HTD, head_dim), _pad_to(value_HTD, head_dim)), dim=-1).transpose(0, 1)
+        return self._pool_for(layer, entry_THD).index_copy_(0, slots_T, entry_THD)
+
+    # ---- hand-over ----
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position's KV over all layers that have written; 0 before the first unit."""
+        return sum(pool[0].numel() * pool.element_size() for pool in self.pools.values())
+
+    def read(self, blocks: Sequence[int], positions: int) -> dict[int, Tensor]:
+        """A copy on the host of what `blocks` hold: by layer, [positions, KV heads, 2 * head_dim]."""
+        slots_N = self._slots(blocks, positions)
+        return {layer: pool.index_select(0, slots_N).cpu() for layer, pool in self.pools.items()}
+
+    def restore(self, blocks: Sequence[int], kv: Mapping[int, Tensor]) -> None:
+        """The inverse of `read`, into any blocks of any cache of the same model. `check` first: nothing is checked."""
+        for layer, entry_NHD in kv.items():
+            slots_N = self._slots(blocks, len(entry_NHD))
+            self._pool_for(layer, entry_NHD).index_copy_(0, slots_N, entry_NHD.to(self.device))
+
+    def check(self, kv: Mapping[int, Tensor]) -> None:
+        """RequestError unless `kv` has the layers, KV heads, head_dim and dtype of this cache, once it has any."""
+        if self.pools and set(kv) != set(self.pools):
+            raise RequestError(f"KV came for layers {sorted(kv)}; this cache has {sorted(self.pools)}", "kv")
+        for layer, pool in self.pools.items():
+            entry = kv[layer]
+            if entry.shape[1:] != pool.shape[1:] or entry.dtype != pool.dtype:
+                raise RequestError(
+                    f"layer {layer}: KV of {tuple(entry.shape[1:])} {entry.dtype} came; "
+                    f"this cache has {tuple(pool.shape[1:])} {pool.dtype}",
+                    "kv",
+                )
+
+    def _slots(self, blocks: Sequence[int], positions: int) -> Tensor:
+        first_W1 = torch.tensor(blocks, dtype=torch.int64)[:, None] * self.block_size
+        return (first_W1 + torch.arange(self.block_size)).flatten()[:positions].to(self.device)
+
+    def _pool_for(self, layer: int, entry_THD: Tensor) -> Tensor:
         pool = self.pools.get(layer)
         if pool is None:
             shape = (self.num_blocks * self.block_size, *entry_THD.shape[1:])
-            pool = self.pools[layer] = torch.zeros(shape, dtype=entry_THD.dtype, device=self.device)
-        return pool.index_copy_(0, slots_T, entry_THD)
+            with torch.inference_mode(False):  # else only code in inference mode could write to it
+                pool = torch.zeros(shape, dtype=entry_THD.dtype, device=self.device)
+            self.pools[layer] = pool
+        return pool
 
 
 @dataclass(frozen=True)

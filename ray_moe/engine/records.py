@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray_moe.errors import RayMoEError
 
 if TYPE_CHECKING:
+    from ray_moe.dataplane.route_counts import DemandReport
     from ray_moe.engine.generation import GenerationView
     from ray_moe.engine.sampling import SamplingParams
 
@@ -51,7 +52,29 @@ class Refusal:
     error: RayMoEError
 
 
-Delivery = StreamRecord | Refusal
+@dataclass(frozen=True)
+class Moved:
+    """A request's stay on this peer has ended; nothing follows here. `rank` is the peer that goes on with it under the
+    same id; None when no peer does, and whoever submitted it submits it again, with the tokens it has as prefix."""
+
+    request_id: str
+    rank: int | None
+
+
+Delivery = StreamRecord | Refusal | Moved
+
+
+@dataclass(frozen=True)
+class Members:
+    """The peers that admit requests, as (rank, actor handle). Ranks are never used again; a newer `version` replaces
+    an older one."""
+
+    version: int
+    peers: tuple[tuple[int, Any], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank, _ in self.peers)
 
 
 class Outlet(Protocol):
@@ -59,6 +82,9 @@ class Outlet(Protocol):
 
     def deliver(self, items: Sequence[Delivery]) -> None:
         """Everything that one step, or one action, has for callers."""
+
+    def demand(self, reports: Sequence[DemandReport]) -> None:
+        """What this peer's routers asked for, oldest first."""
 
     def lease_returned(self, view: GenerationView) -> None:
         """No local handle of `view` is left; its lease can go back."""
@@ -91,10 +117,12 @@ class EngineStatus:
     failure: str
     generation: int
     epoch: int
+    committed_step: int
     steps_agreed: int
     steps_worked: int
     seconds_worked: float
     seconds_agreeing: float
+    slow_step_seconds: float
     waiting: int
     running: int
     outstanding_tokens: int
@@ -109,9 +137,12 @@ class EngineStatus:
     bytes_received: int = 0
     replays: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    choices: dict[str, int] = field(default_factory=dict)
     peak_live_bytes: int = 0
     fan_out: dict[str, int] = field(default_factory=dict)
     resident_slots: dict[int, int] = field(default_factory=dict)
+    resident_bytes: int = 0
+    peak_resident_bytes: int = 0
     trunk_has_experts: bool = False
 
 

@@ -19,20 +19,24 @@ class RequestState(enum.Enum):
     DECODE = "decode"  # all its known tokens are planned; each step adds one
     FINISHED = "finished"
     CANCELLED = "cancelled"
+    HANDED_OVER = "handed_over"  # another engine goes on with it
 
 
 class RequestEvent(enum.Enum):
     ADMIT = "admit"  # blocks for all its tokens were free
+    RESUME = "resume"  # it was adopted with the KV of all its tokens but the last, and blocks were free
     FILL = "fill"  # the last of its known tokens was planned, and samples
     PREEMPT = "preempt"  # an older request needed its blocks
     FINISH = "finish"  # its last token was committed
     CANCEL = "cancel"  # its submitter gave up, or the engine failed
+    HAND_OVER = "hand_over"  # this peer is leaving
 
 
 _WAITING, _PREFILL, _DECODE = RequestState.WAITING, RequestState.PREFILL, RequestState.DECODE
 
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (_WAITING, RequestEvent.ADMIT): RequestState.PREFILL,
+    (_WAITING, RequestEvent.RESUME): RequestState.DECODE,
     (_PREFILL, RequestEvent.FILL): RequestState.DECODE,
     (_PREFILL, RequestEvent.PREEMPT): RequestState.WAITING,
     (_DECODE, RequestEvent.PREEMPT): RequestState.WAITING,
@@ -44,6 +48,10 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (_WAITING, RequestEvent.CANCEL): RequestState.CANCELLED,
     (_PREFILL, RequestEvent.CANCEL): RequestState.CANCELLED,
     (_DECODE, RequestEvent.CANCEL): RequestState.CANCELLED,
+    # A row that is planned and has not run never runs here: the engine that adopts the request plans it again.
+    (_WAITING, RequestEvent.HAND_OVER): RequestState.HANDED_OVER,
+    (_PREFILL, RequestEvent.HAND_OVER): RequestState.HANDED_OVER,
+    (_DECODE, RequestEvent.HAND_OVER): RequestState.HANDED_OVER,
 }
 
 
@@ -116,6 +124,11 @@ class OpenRequest:
     def settled(self) -> bool:
         """Its last token is in flight: nothing is left to plan."""
         return self.expected > self.request.positions
+
+    @property
+    def begun(self) -> bool:
+        """Whether somebody is reading its stream already, or it has run here before."""
+        return bool(self.request.prefix_ids) or self.residency > 0
 
     def resubmission(self) -> Request:
         """The request as somebody would submit it again, with all committed tokens as its prefix."""

@@ -12,6 +12,10 @@ that order blocks can change owner at once: a unit that still reads a block runs
 First come, first served: running requests are always the oldest ones, decodes go first, prompts share what
 `max_prefill_tokens` allows. Out of blocks, the youngest running request is preempted and computes its KV again later;
 so the oldest always advances, and every request ends.
+
+A request that another engine hands over keeps that order: if it can run at once it is the youngest that runs, and so
+older than all that wait and the first to be preempted; if not, it waits behind the streams that have begun and before
+those that have not. Nobody who runs is held up by it, and whoever waits only once per request handed over.
 """
 
 from __future__ import annotations
@@ -41,6 +45,15 @@ class Emission:
     index: int
     token_id: int
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Residence:
+    """A request that leaves, as another engine takes it, and what it held here: the KV of its first `positions`."""
+
+    request: Request
+    blocks: tuple[int, ...]
+    positions: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ class Scheduler:
         self._allocator = BlockAllocator(num_blocks)
         self._tickets = itertools.count()
         self._open: dict[str, OpenRequest] = {}
-        # Both in order of submission, and everything running is older than everything waiting.
+        # Both oldest first, and everything running is older than everything waiting.
         self._running: list[OpenRequest] = []
         self._waiting: deque[OpenRequest] = deque()
 
@@ -87,12 +100,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError naming the field, its value and its bound; nothing is queued then."""
-        if request.request_id in self._open:
-            raise RequestError(f"request_id {request.request_id!r} is open already; ids must be unique", "request_id")
-        self.limits.check(request)
-        opened = OpenRequest(request, next(self._tickets))
-        self._open[request.request_id] = opened
-        self._waiting.append(opened)
+        self._waiting.append(self._admissible(request))
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request without another emission and frees its KV; False when no such request is open."""
@@ -103,15 +111,60 @@ class Scheduler:
         return True
 
     def drain(self) -> tuple[str, ...]:
-        """Cancels every open request and returns their ids, oldest first, for an engine that cannot go on."""
+        """Cancels every open request and returns their ids, first come first, for an engine that cannot go on."""
         request_ids = tuple(self._open)
         for request_id in request_ids:
             self.cancel(request_id)
         return request_ids
 
     def requests(self) -> tuple[Request, ...]:
-        """The open requests, oldest first, each with its committed tokens as prefix: as it would be submitted again."""
+        """The open requests, first come first, each with its committed tokens as prefix: as submitted again."""
         return tuple(opened.resubmission() for opened in self._open.values())
+
+    # ---- hand-over ----
+
+    def hand_over(self, request_id: str) -> Residence | None:
+        """Ends a request here, for another engine to adopt; None when no such request is open.
+
+        Call it between two steps. Its rows that have not run never do. Its blocks are free, and hold what they hold
+        until the next unit runs.
+        """
+        opened = self._open.get(request_id)
+        if opened is None:
+            return None
+        # Whose last token is in flight may have given its blocks back: then its KV is gone with them.
+        held = Residence(opened.resubmission(), opened.blocks, opened.committed if opened.blocks else 0)
+        self._close(opened, RequestEvent.HAND_OVER)
+        return held
+
+    def adopt(self, request: Request, positions: int) -> tuple[int, ...]:
+        """Takes a request that another engine handed over, with the KV of its first `positions` (0: without).
+
+        Returns the blocks to write that KV to before the next step, or none when there is no KV or no room to run at
+        once: it then waits, and computes its KV again. Raises RequestError as `submit`, and unless `positions` leaves
+        the last known token to compute.
+        """
+        known = len(request.prompt_ids) + len(request.prefix_ids)
+        if not 0 <= positions < max(known, 1):
+            raise RequestError(
+                f"KV of {positions} positions came with {known} tokens; it must be of fewer", "positions"
+            )
+        opened = self._admissible(request)
+        needed = self._blocks_to_start(opened)
+        if positions == 0 or needed > self._allocator.num_free or len(self._running) >= self.max_decode_rows:
+            self._queue_adopted(opened)
+            return ()
+        opened.blocks = self._allocator.allocate(needed)
+        opened.committed = opened.planned = positions
+        opened.take(RequestEvent.RESUME if positions == known - 1 else RequestEvent.ADMIT)
+        self._running.append(opened)
+        return opened.blocks
+
+    def _queue_adopted(self, opened: OpenRequest) -> None:
+        behind = len(self._waiting)
+        if opened.begun:
+            behind = next((place for place, other in enumerate(self._waiting) if not other.begun), behind)
+        self._waiting.insert(behind, opened)
 
     # ---- a step ----
 
@@ -178,6 +231,11 @@ class Scheduler:
         return bool(self._open)
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The open requests, first come first."""
+        return tuple(self._open)
+
+    @property
     def outstanding_tokens(self) -> int:
         """Positions that the open requests have yet to compute, if each runs to its max_tokens."""
         return sum(opened.request.positions - opened.committed for opened in self._open.values())
@@ -220,8 +278,7 @@ class Scheduler:
                 budget -= rows[-1].count
         while budget > 0 and self._waiting and len(self._running) < self.max_decode_rows:
             opened = self._waiting[0]
-            # All of its tokens and the next: a prompt that fits by halves would only be preempted over and over.
-            needed = self.limits.blocks_for(min(opened.expected + 1, opened.request.positions))
+            needed = self._blocks_to_start(opened)
             if needed > self._allocator.num_free:
                 break
             self._waiting.popleft()
@@ -231,6 +288,10 @@ class Scheduler:
             rows.append(self._take(opened, min(opened.expected, budget), "prefill"))
             budget -= rows[-1].count
         return rows
+
+    def _blocks_to_start(self, opened: OpenRequest) -> int:
+        # All of its tokens and the next: a prompt that fits by halves would only be preempted over and over.
+        return self.limits.blocks_for(min(opened.expected + 1, opened.request.positions))
 
     def _take(self, opened: OpenRequest, count: int, phase: Phase) -> Row:
         """Plans the request's next `count` tokens; the chunk that reaches its last token samples."""
@@ -273,6 +334,13 @@ class Scheduler:
         self.preemptions += 1
 
     # ---- bookkeeping ----
+
+    def _admissible(self, request: Request) -> OpenRequest:
+        if request.request_id in self._open:
+            raise RequestError(f"request_id {request.request_id!r} is open already; ids must be unique", "request_id")
+        self.limits.check(request)
+        opened = self._open[request.request_id] = OpenRequest(request, next(self._tickets))
+        return opened
 
     def _check_turn(self, unit: UnitPlan, rows: tuple[Row, ...]) -> None:
         ran = {row.ticket for row in rows}

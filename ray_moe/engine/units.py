@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,13 @@ class StepPlan:
     @property
     def units(self) -> tuple[UnitPlan, ...]:
         return tuple(unit for unit in (self.prefill, self.decode) if unit is not None)
+
+    def at(self, step: int) -> StepPlan:
+        """The same rows as step `step`."""
+        if step == self.step:
+            return self
+        prefill, decode = (unit and replace(unit, step=step) for unit in (self.prefill, self.decode))
+        return StepPlan(step, prefill, decode)
 
     def agreed_units(self, *, prefill: bool, decode: bool) -> list[tuple[Phase, UnitPlan | None]]:
         """The units that all peers run, in order; None where this peer has no rows for one."""

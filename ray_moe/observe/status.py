@@ -15,6 +15,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from ray_moe.observe.operations import operations_table
+
 _STYLES = {
     "serving": "green",
     "ACTIVE": "green",
@@ -28,13 +30,14 @@ _STYLES = {
 
 
 def render_status(status: Mapping[str, Any]) -> RenderableType:
-    """Headline, peers, slots, generations; a lost rank is a row of its own."""
+    """Headline, peers, slots, generations, operations under way; a lost rank is a row of its own."""
     return Group(
         _headline(status),
         peers_table(status["peers"], status["lost"]),
         exchange_table(status["peers"]),
         slots_table(status["slots"], status["lost"]),
         generations_table(status["generations"]),
+        *((operations_table(status),) if status["operations"] else ()),
     )
 
 

@@ -1,12 +1,14 @@
 """Room for experts' weights on one device: per-layer slabs whose addresses never change, filled and released by slot.
 
 A runner sees a layer's slab `gate_up [S, 2F, D]`, `down [S, D, F]` and the biases; a placement change fills free slots
-beside the ones in use and never touches those. Letters: S slots, D hidden, F ffn.
+beside the ones in use and never touches those. Whoever copies weights out of a slot is a reader of it, and a slot that
+is being read is not released. Letters: S slots, D hidden, F ffn.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -108,12 +110,18 @@ class SlotPool:
         self.device = self._slabs[self.layers[0]].gate_up.device
         self._states = {(layer, slot): SlotState.FREE for layer in layers for slot in range(capacity)}
         self._digests: dict[tuple[int, int], str] = {}
+        self._readers: Counter[tuple[int, int]] = Counter()
+        self._resident_bytes = self._peak_resident_bytes = 0
         self._lock = threading.Lock()
 
-    def fill(self, layer: int, pool_slot: int, weights: ExpertWeights) -> str:
+    def fill(
+        self, layer: int, pool_slot: int, weights: ExpertWeights, verify: Callable[[str], None] | None = None
+    ) -> str:
         """Copies `weights` into a free slot and makes it resident; returns the digest of the bytes that arrived.
 
-        Raises SlotError when the slot is not free (it is left as it is) or the weights have another layout or dtype.
+        `verify` is as in `commit_fill`. Whatever it raises leaves the slot free, and so does any other failure of the
+        copy. Raises SlotError when the slot is not free (it is left as it is) or the weights have another layout or
+        dtype.
         """
         target = self.begin_fill(layer, pool_slot)
         try:
@@ -124,7 +132,7 @@ class SlotPool:
                 )
             for (_, into), (_, source) in zip(target.named_tensors(), weights.named_tensors(), strict=True):
                 into.copy_(source)
-            return self.commit_fill(layer, pool_slot)
+            return self.commit_fill(layer, pool_slot, verify)
         except BaseException:  # whatever stopped the copy, the slot must not stay unusable
             self.abandon_fill(layer, pool_slot)
             raise
@@ -134,13 +142,20 @@ class SlotPool:
         self._advance(layer, pool_slot, SlotEvent.BEGIN)
         return self._slabs[layer].slot(pool_slot)
 
-    def commit_fill(self, layer: int, pool_slot: int) -> str:
-        """Digests the bytes that are in the slot and makes it resident. The caller has seen its copy complete."""
+    def commit_fill(self, layer: int, pool_slot: int, verify: Callable[[str], None] | None = None) -> str:
+        """Digests the bytes that are in the slot and makes it resident. The caller has seen its copy complete.
+
+        `verify` sees the digest first: when it raises, the slot stays as it is, filling, and was never resident.
+        """
         self._require(layer, pool_slot, SlotState.FILLING)
         digest = parameter_digest(self._slabs[layer].slot(pool_slot))
+        if verify is not None:
+            verify(digest)
         with self._lock:
             self._step(layer, pool_slot, SlotEvent.COMMIT)
             self._digests[layer, pool_slot] = digest
+            self._resident_bytes += self._layouts[layer].nbytes(self.dtype)
+            self._peak_resident_bytes = max(self._peak_resident_bytes, self._resident_bytes)
         return digest
 
     def abandon_fill(self, layer: int, pool_slot: int) -> None:
@@ -148,10 +163,31 @@ class SlotPool:
         self._advance(layer, pool_slot, SlotEvent.ABANDON)
 
     def release(self, layer: int, pool_slot: int) -> None:
-        """Frees a resident slot. The caller knows that no generation refers to it any more."""
+        """Frees a resident slot. The caller knows that no generation refers to it any more.
+
+        Raises SlotError "source in use" while a copy reads it (specification 0x08K): ask again when the copy has ended.
+        """
         with self._lock:
+            readers = self._readers[layer, pool_slot]
+            if readers:
+                raise SlotError(f"layer {layer} slot {pool_slot}: source in use: {readers} unfinished copies read it")
             self._step(layer, pool_slot, SlotEvent.RELEASE)
             del self._digests[layer, pool_slot]
+            self._resident_bytes -= self._layouts[layer].nbytes(self.dtype)
+
+    def begin_read(self, layer: int, pool_slot: int) -> ExpertWeights:
+        """Views of a resident slot that cannot be released until `end_read`; SlotError if it is not resident."""
+        with self._lock:
+            self._require(layer, pool_slot, SlotState.RESIDENT)
+            self._readers[layer, pool_slot] += 1
+        return self._slabs[layer].slot(pool_slot)
+
+    def end_read(self, layer: int, pool_slot: int) -> None:
+        """A copy out of the slot has ended; SlotError if none was under way."""
+        with self._lock:
+            if not self._readers[layer, pool_slot]:
+                raise SlotError(f"layer {layer} slot {pool_slot}: no copy reads it")
+            self._readers[layer, pool_slot] -= 1
 
     def weights(self, layer: int, pool_slot: int) -> ExpertWeights:
         """Views of a resident slot's weights (not copies); SlotError if it is not resident."""
@@ -163,6 +199,16 @@ class SlotPool:
         with self._lock:  # state and digest belong together
             self._require(layer, pool_slot, SlotState.RESIDENT)
             return self._digests[layer, pool_slot]
+
+    def inventory(self) -> dict[tuple[int, int], str]:
+        """(layer, pool slot) of every resident slot -> the digest that `fill` gave."""
+        with self._lock:
+            return dict(self._digests)
+
+    def slot_bytes(self, layer: int) -> int:
+        """Bytes of one slot of the layer."""
+        self._check_range(layer, 0)
+        return self._layouts[layer].nbytes(self.dtype)
 
     def state(self, layer: int, pool_slot: int) -> SlotState:
         self._check_range(layer, pool_slot)
@@ -182,9 +228,12 @@ class SlotPool:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all resident slots."""
-        with self._lock:
-            resident = [layer for (layer, _), state in self._states.items() if state is SlotState.RESIDENT]
-        return sum(self._layouts[layer].nbytes(self.dtype) for layer in resident)
+        return self._resident_bytes
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most that `resident_bytes` ever was."""
+        return self._peak_resident_bytes
 
     @property
     def allocated_bytes(self) -> int:

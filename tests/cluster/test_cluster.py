@@ -98,7 +98,9 @@ def test_a_second_generation_is_published_while_requests_run_and_no_token_change
 
 def test_a_placement_without_room_is_refused_by_name_and_the_old_generation_serves_on(cluster: Cluster) -> None:
     before = cluster.status().generation
-    with pytest.raises(PlacementError, match=r"rank \d+ layer \d+: \d+ pool slots needed, \d+ of \d+ free"):
+    with pytest.raises(
+        PlacementError, match=r"layer \d+ rank \d+: \d+ new copies need pool slots; of \d+, \d+ are free"
+    ):
         cluster.publish({(layer, expert): 3 for layer in range(4) for expert in range(12)})
     with pytest.raises(ConfigError, match=r"count must be in \[1, 3\]"):
         cluster.publish({(0, 0): 4})

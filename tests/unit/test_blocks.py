@@ -288,7 +288,7 @@ def observed_engine(family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", SHARED_FIRST)
 def test_the_engines_real_shared_experts_run_between_submission_and_wait(observed_engine: Any, family: str) -> None:
     peer, transport = observed_engine(family)
-    peer.loop._audit_every = 0  # audits exchange as well
+    peer.loop._units._audit_every = 0  # audits exchange as well
     for facts in peer.blocks.values():
         watch(facts, lambda: transport.seen.append("shared"))
     with peer:

@@ -17,7 +17,7 @@ from ray_moe.dataplane.phases import Phase
 from ray_moe.engine.kvcache import BlockAllocator, KVCache, paged_attention
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.units import Row, UnitBatch, pack_unit
-from ray_moe.errors import ConfigError, SlotError, UnsupportedModelError
+from ray_moe.errors import ConfigError, RequestError, SlotError, UnsupportedModelError
 
 # ---- blocks ----
 
@@ -169,6 +169,43 @@ def test_chunked_prefill_and_batched_decode_equal_dense_attention(layer: Layer) 
     for kind, spans in units:
         batch = sequences.batch(kind, spans)
         torch.testing.assert_close(sequences.attend(cache, batch), sequences.expected(batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("used", [False, True], ids=["fresh cache", "used cache"])
+def test_what_is_read_out_of_one_cache_goes_on_in_another(layer: Layer, used: bool) -> None:
+    sequences = Sequences(layer, {"a": 14, "b": 6})
+    here, there = (KVCache(sequences.num_blocks, sequences.block_size) for _ in range(2))
+    sequences.attend(here, sequences.batch("prefill", {"a": (0, 9), "b": (0, 6)}))
+    if used:
+        sequences.attend(there, sequences.batch("prefill", {"b": (0, 5)}))
+    kv = here.read(sequences.blocks["a"], 9)
+    assert [len(entry) for entry in kv.values()] == [9]
+    assert sum(entry.nbytes for entry in kv.values()) == 9 * here.position_bytes
+    there.check(kv)
+    sequences.blocks["a"] = tuple(reversed(sequences.blocks["a"]))
+    there.restore(sequences.blocks["a"][:3], kv)
+    for kind, spans in (("decode", {"a": (9, 10)}), ("prefill", {"a": (10, 14)})):
+        batch = sequences.batch(kind, spans)  # type: ignore[arg-type]
+        torch.testing.assert_close(sequences.attend(there, batch), sequences.expected(batch), rtol=1e-5, atol=1e-5)
+    if used:
+        batch = sequences.batch("decode", {"b": (5, 6)})
+        torch.testing.assert_close(sequences.attend(there, batch), sequences.expected(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_kv_of_another_model_is_refused_by_name() -> None:
+    sequences = Sequences(Layer(), {"a": 6})
+    here = KVCache(sequences.num_blocks, sequences.block_size)
+    assert here.position_bytes == 0
+    here.check({0: torch.zeros(3, 1, 2)})  # it has none yet: whatever comes first decides
+    sequences.attend(here, sequences.batch("prefill", {"a": (0, 6)}))
+    kv = here.read(sequences.blocks["a"], 6)
+    with pytest.raises(RequestError, match=r"layers \[0, 1\]; this cache has \[0\]"):
+        here.check({**kv, 1: kv[0]})
+    with pytest.raises(RequestError, match=r"KV of \(2, 8\) torch.float32 came; this cache has \(2, 16\)"):
+        here.check({0: kv[0][..., :8]})
+    with pytest.raises(RequestError, match=r"torch.bfloat16 came; .* torch.float32"):
+        here.check({0: kv[0].bfloat16()})
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

@@ -15,6 +15,7 @@ from ray_moe.dataplane.captured import DecodeBucket
 from ray_moe.engine.loop import LOOP_TABLE, EngineLoop, LoopState
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
+from ray_moe.engine.unit_runner import UnitRunner
 from ray_moe.errors import CollectiveError, NotServingError, PeerLostError, RayMoEError, RequestError, StaleHandleError
 from ray_moe.topology import Domain, Topology
 from tests import one_peer
@@ -92,16 +93,16 @@ def test_one_peer_gives_the_tokens_of_transformers(family_dir: Callable[..., Pat
 def test_every_forward_can_be_replayed_without_changing_a_token(
     peer: OnePeer, family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = EngineLoop.forward
+    once = UnitRunner.forward
     differences: list[float] = []
 
-    def twice(loop: EngineLoop, batch: object) -> torch.Tensor:
+    def twice(loop: UnitRunner, batch: object) -> torch.Tensor:
         first = once(loop, batch)  # type: ignore[arg-type]
         second = once(loop, batch)  # type: ignore[arg-type]
         differences.append(float((first - second).abs().max()) if first.numel() else 0.0)
         return second
 
-    monkeypatch.setattr(EngineLoop, "forward", twice)
+    monkeypatch.setattr(UnitRunner, "forward", twice)
     with peer:
         submit_all(peer)
         peer.outlet.until_ended(*PROMPTS)
@@ -130,7 +131,7 @@ def test_a_staged_generation_takes_effect_at_a_boundary_and_the_old_lease_goes_b
         second = peer.view(2)
         peer.loop.stage(second)
         peer.outlet.until_ended(*PROMPTS)
-        with pytest.raises(StaleHandleError, match="not newer"):
+        with pytest.raises(StaleHandleError, match="generation 2 of epoch 0 comes before generation 2"):
             peer.loop.stage(second)
     assert peer.outlet.returned == [1]
     by_step: dict[int, set[int]] = {}
@@ -171,10 +172,10 @@ def test_a_request_that_cannot_be_admitted_is_refused_and_the_others_go_on(peer:
 def test_an_error_inside_a_step_ends_every_request_by_name_and_refuses_later_ones(
     peer: OnePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: EngineLoop, batch: object) -> torch.Tensor:
+    def broken(self: UnitRunner, batch: object) -> torch.Tensor:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(EngineLoop, "forward", broken)
+    monkeypatch.setattr(UnitRunner, "forward", broken)
     with peer:
         submit_all(peer)
         peer.outlet.until_ended(*PROMPTS)

@@ -226,7 +226,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others(
 
 
 def test_every_edge_of_the_state_table_and_no_other_can_be_taken() -> None:
-    assert len(TRANSITIONS) == 10
+    assert len(TRANSITIONS) == 14
     for state in RequestState:
         for happening in RequestEvent:
             if (state, happening) in TRANSITIONS:
@@ -411,6 +411,89 @@ def test_a_failing_engine_can_name_its_requests_and_another_one_continues_them()
     second.run_dry()
     for request in requests:
         assert first.stream(request.request_id) + second.stream(request.request_id) == expected_emissions(request)
+
+
+def running_scheduler(**changes: int) -> Driver:
+    """One that runs `a` and `b`, and has planned their next step."""
+    driver = Driver(make_scheduler(**changes))
+    for name in ("a", "b"):
+        driver.scheduler.submit(make_request(name, prompt=5, max_tokens=9, eos=frozenset()))
+    for _ in range(3):
+        driver.step()
+    driver.plans.append(driver.scheduler.plan(driver.steps))
+    driver.steps += 1
+    return driver
+
+
+def test_a_request_handed_over_leaves_its_planned_rows_undone_and_its_blocks_free() -> None:
+    driver = running_scheduler()
+    scheduler = driver.scheduler
+    residence = scheduler.hand_over("a")
+    assert residence is not None
+    assert scheduler.hand_over("a") is None
+    whole = expected_emissions(make_request("a", prompt=5, max_tokens=9, eos=frozenset()))
+    assert residence.request.prefix_ids == tuple(emission.token_id for emission in whole[:3])
+    assert (residence.positions, len(residence.blocks)) == (7, 3)
+    driver.run_dry()
+    assert driver.stream("a") == whole[:3]
+    assert driver.stream("b") == expected_emissions(make_request("b", prompt=5, max_tokens=9, eos=frozenset()))
+    assert scheduler.free_blocks == scheduler.total_blocks
+
+
+def test_an_adopted_request_with_kv_is_the_youngest_that_runs() -> None:
+    driver = running_scheduler(num_blocks=9)
+    scheduler = driver.scheduler
+    scheduler.submit(make_request("waits", prompt=30, max_tokens=3, eos=frozenset()))
+    driver.plans.append(scheduler.plan(driver.steps))
+    driver.steps += 1
+    assert scheduler.counts == Counts(waiting=1, running=2)
+    adopted = make_request("adopted", prompt=4, max_tokens=9, prefix=2, eos=frozenset())
+    assert len(scheduler.adopt(adopted, 5)) == 2
+    assert scheduler.counts == Counts(waiting=1, running=3)
+    plan = scheduler.plan(driver.steps)
+    assert plan.decode is not None
+    assert [(row.request_id, row.start, row.index) for row in plan.decode.rows][-1] == ("adopted", 5, 2)
+    assert plan.prefill is None
+
+
+def test_an_adopted_request_that_finds_no_room_waits_behind_begun_streams_and_before_new_ones() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2, max_decode_rows=2)
+    for name in ("a", "b"):
+        scheduler.submit(make_request(name, prompt=3, max_tokens=6, eos=frozenset()))
+    driver = Driver(scheduler, look_ahead=0)
+    driver.step()
+    for step in (1, 2):
+        driver.plans.append(scheduler.plan(step))
+    driver.steps = 3
+    assert scheduler.preemptions == 1  # b heads the queue
+    scheduler.submit(make_request("new", prompt=3, max_tokens=6, eos=frozenset()))
+    begun = make_request("begun", prompt=4, max_tokens=5, prefix=2, eos=frozenset())
+    fresh = make_request("fresh", prompt=3, max_tokens=5, eos=frozenset())
+    assert scheduler.adopt(begun, 5) == ()  # its KV needs four blocks
+    assert scheduler.adopt(fresh, 0) == ()
+    driver.run_dry()
+    finished = [emission.request_id for emission in driver.emissions if emission.finish_reason]
+    assert finished == ["a", "b", "begun", "new", "fresh"]
+    assert driver.stream("begun") == expected_emissions(begun)
+
+
+@pytest.mark.parametrize(("positions", "bound"), [(-1, "-1"), (6, "6 positions came with 6 tokens")])
+def test_adopted_kv_leaves_the_last_token_to_compute(positions: int, bound: str) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(RequestError, match=bound):
+        scheduler.adopt(make_request("a", prompt=4, max_tokens=9, prefix=2, eos=frozenset()), positions)
+    assert not scheduler.has_work
+    assert scheduler.free_blocks == scheduler.total_blocks
+
+
+def test_an_adopted_request_is_checked_as_a_submitted_one() -> None:
+    scheduler = make_scheduler(num_blocks=2, block_size=4)
+    scheduler.submit(make_request("a", prompt=4, max_tokens=3, eos=frozenset()))
+    with pytest.raises(RequestError, match="'a' is open already"):
+        scheduler.adopt(make_request("a", prompt=4, max_tokens=3, eos=frozenset()), 3)
+    with pytest.raises(RequestError, match="need 4 KV blocks of 4 tokens; there are 2"):
+        scheduler.adopt(make_request("b", prompt=10, max_tokens=5, eos=frozenset()), 3)
+    assert scheduler.request_ids == ("a",)
 
 
 def test_outstanding_tokens_count_the_positions_still_to_compute() -> None:

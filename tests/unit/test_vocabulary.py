@@ -352,6 +352,9 @@ def test_routes_of_impossible_shape_dtype_or_range_are_refused() -> None:
 # -- Errors
 
 EXAMPLES: dict[str, Callable[[], RayMoEError]] = {
+    "ReleaseError": lambda: errors.ReleaseError("not_loaded", "release b", ("topology_version",)),
+    "PeerLeavingError": lambda: errors.PeerLeavingError(3),
+    "DigestMismatchError": lambda: errors.DigestMismatchError(1, 2, 3, "rank 4 slot 5", "ab", "cd"),
     "RequestError": lambda: errors.RequestError("too long", "max_tokens"),
     "UnsupportedModelError": lambda: errors.UnsupportedModelError("foo", "it has no experts"),
     "CheckpointError": lambda: errors.CheckpointError("a.safetensors", "w", "[2, 2]", "[2, 3]"),

@@ -1,0 +1,136 @@
+"""Observe, reconcile, act: one round of the controller at a time, over a control state that survives it.
+
+`tick` looks at everything without blocking on what is slow, asks the pure reconciler what is to be done, saves what was
+decided and only then starts the effects that are not running yet. An effect that ends is taken note of, and the next
+round begins at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from ray_moe.actors.journal import Journal, Record
+from ray_moe.actors.runner import EffectRunner
+from ray_moe.comm.rendezvous import StoreAddress
+from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.effects import Effect, Observed
+from ray_moe.controlplane.fetching import FillOutcome
+from ray_moe.controlplane.operations import ControlState, Operation
+from ray_moe.controlplane.reconcile import absorb, cancel, reconcile
+from ray_moe.deadline import Deadline, wait_for
+from ray_moe.errors import DeadlineError, NotAvailableError, RayMoEError
+
+_LOG = logging.getLogger(__name__)
+# Between two rounds: while something changes, and while nothing does.
+_BUSY_TICK_S, _IDLE_TICK_S = 0.03, 0.5
+
+
+class Conductor:
+    """Belongs to the controller's event loop. `record` is the state to begin with, as a journal keeps it.
+
+    `peers` is the controller's own table of expert actors, which effects change; `look` gives an observation, None when
+    the cluster cannot be changed now; `store` says where members of an epoch meet.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        record: Record,
+        journal: Journal,
+        peers: dict[int, ActorHandle],
+        routing: ActorHandle,
+        look: Callable[[], Awaitable[Observed | None]],
+        store: Callable[[], StoreAddress],
+    ) -> None:
+        self._config, self._record, self._journal, self._look = config, record, journal, look
+        self._runner = EffectRunner(config, peers, routing, record.facts, record.model_path, record.storage, store)
+        self._running: dict[Effect, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._round_over = asyncio.Condition()
+
+    @property
+    def control(self) -> ControlState:
+        """Operations, history, members: as of the last round."""
+        return self._record.control
+
+    async def rounds(self) -> None:
+        """Run rounds until cancelled. What one of them finds wrong is logged, and the next one looks again."""
+        while True:
+            try:
+                await self._round()
+            except RayMoEError as error:
+                _LOG.warning("watching %s: %s", self._config.name, error)
+            async with self._round_over:
+                self._round_over.notify_all()
+            busy = bool(self.control.operations or self._running)
+            with suppress(DeadlineError):  # no news: time for another look
+                await wait_for(self._news.wait(), _BUSY_TICK_S if busy else _IDLE_TICK_S, "news")
+            self._news.clear()
+
+    async def _round(self) -> None:
+        seen = await self._look()
+        if seen is None or not seen.live:
+            return
+        control, effects = reconcile(self.control, seen, self._record.storage, time.time())
+        self._save(control, seen)
+        for effect in effects:
+            if effect not in self._running:
+                self._running[effect] = asyncio.create_task(self._act(effect))
+
+    async def _act(self, effect: Effect) -> None:
+        """Run one effect to its end, and take note of it."""
+        failure, refused = "", False
+        outcomes: tuple[FillOutcome, ...] = ()
+        try:
+            outcomes = tuple(await self._runner.run(effect))
+        except (RayMoEError, RayActorError, OSError) as error:
+            failure, refused = str(error).partition("\n")[0], isinstance(error, NotAvailableError)
+            _LOG.warning("%s: %s: %s", self._config.name, type(effect).__name__, failure)
+        finally:
+            del self._running[effect]
+            self._news.set()
+        self._save(absorb(self.control, effect, failure, outcomes, time.time(), refused=refused))
+
+    def _save(self, control: ControlState, seen: Observed | None = None) -> None:
+        """Save, then believe: whatever is done is done under a state that a restart would find."""
+        live = seen.live if seen is not None else self._record.live
+        if control is self.control and live == self._record.live:
+            return
+        record = Record(control, self._record.storage, self._record.facts, self._record.model_path, live)
+        self._journal.write(record)
+        self._record = record
+
+    # ---- what is asked for ----
+
+    def begin(self, control: ControlState, operation: Operation) -> int:
+        """Take an operation that `asking` made of the present control state; its number."""
+        self._save(control)
+        self._news.set()
+        return operation.number
+
+    def cancel(self, number: int, who: str) -> None:
+        """Undo what has not been published yet. Raises `ConfigError`, `GenerationError` for an unknown number."""
+        self._save(cancel(self.control, number, who, time.time()))
+        self._news.set()
+
+    async def wait(self, number: int, seconds: float) -> Operation:
+        """An operation once it has ended, or as it is after `seconds`. `GenerationError` for an unknown number."""
+        deadline = Deadline(seconds)
+        while not (operation := self.control.find(number)).ended and not deadline.passed:
+            async with self._round_over:
+                with suppress(DeadlineError):
+                    await wait_for(self._round_over.wait(), deadline.left + 0.01, "a round")
+        return operation
+
+    def stop(self) -> None:
+        """Forget everything: the cluster ends."""
+        self._journal.erase()
+        for task in self._running.values():
+            task.cancel()

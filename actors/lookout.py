@@ -1,0 +1,167 @@
+"""What the controller sees of its actors: reports that are asked for without waiting for the slow ones, and who fell.
+
+A rank that serves must answer: the others wait for its steps. One that only prepares may take its time, and may die
+without breaking anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from ray_moe.actors.routing import Registered
+from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.effects import Observed, Peer, PeerPhase
+from ray_moe.deadline import ray_await
+from ray_moe.engine.records import EngineStatus, LoadProgress
+from ray_moe.errors import NotServingError
+from ray_moe.placement import Lease, PlacementSnapshot
+
+# A look does not wait longer than this for a rank that is busy; it uses what the rank said last.
+_LOOK_S = 0.5
+
+
+@dataclass
+class _Asked:
+    """A report that is on its way."""
+
+    since: float
+    task: asyncio.Task[Peer]
+
+
+class Lookout:
+    """Over the controller's own table of expert actors by rank; a rank that died leaves it."""
+
+    def __init__(self, config: ClusterConfig, peers: dict[int, ActorHandle]) -> None:
+        self._config, self._peers = config, peers
+        self._asked: dict[int, _Asked] = {}
+        self._said: dict[int, Peer] = {}
+        self.lost: dict[int, str] = {}  # everybody who died, with the reason
+        self.lost_serving: dict[int, str] = {}
+        self.live: tuple[PlacementSnapshot, ...] = ()
+
+    async def registered(self, routing: ActorHandle) -> Registered:
+        """What the registry knows. Raises `NotServingError` while the routing actor is down."""
+        try:
+            found: Registered = await ray_await(
+                routing.registered.remote(), self._config.step_deadline_s, "the registry's generations"
+            )
+        except RayActorError as error:
+            raise NotServingError(f"the routing actor of {self._config.name!r} does not answer: {error}") from error
+        if not found.recovering:
+            self.live = found.live
+        return found
+
+    async def look(self) -> dict[int, str]:
+        """Ask everybody for a report, and take what is there. Returns the serving ranks that have just fallen."""
+        now = time.monotonic()
+        for rank in [rank for rank in self._said if rank not in self._peers]:
+            del self._said[rank]
+        for rank, actor in self._peers.items():
+            if rank not in self._asked:
+                self._asked[rank] = _Asked(now, asyncio.create_task(_report(actor)))
+        serving = self.serving
+        waited = [self._asked[rank].task for rank in serving if rank in self._asked]
+        if waited:
+            await asyncio.wait(waited, timeout=_LOOK_S)
+        fallen: dict[int, str] = {}
+        for rank, asked in list(self._asked.items()):
+            detail = self._take(rank, asked)
+            if not detail:
+                continue
+            self.lost[rank] = detail
+            self._peers.pop(rank, None)
+            if rank in serving:
+                fallen[rank] = self.lost_serving[rank] = detail
+        return fallen
+
+    def _take(self, rank: int, asked: _Asked) -> str:
+        """Take a report that has come; why the rank is lost, if it is."""
+        if not asked.task.done():
+            late = time.monotonic() - asked.since > self._config.step_deadline_s
+            if not (late and rank in self.serving):
+                return ""
+            asked.task.cancel()
+            del self._asked[rank]
+            return f"rank {rank} does not answer within {self._config.step_deadline_s:g} s"
+        del self._asked[rank]
+        error = asked.task.exception()
+        if error is None:
+            self._said[rank] = asked.task.result()
+            return ""
+        if rank not in self._peers:  # it was ended meanwhile
+            return ""
+        if isinstance(error, RayActorError):
+            return f"rank {rank} died"
+        raise error
+
+    def missing(self, ranks: Iterable[int]) -> None:
+        """Serving ranks that were not found after a restart."""
+        for rank in ranks:
+            self.lost[rank] = self.lost_serving[rank] = f"rank {rank} died"
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        """Ranks whose steps others wait for: those of the active group, and of older ones that have not left yet."""
+        if not self.live:
+            return ()
+        ranks = [rank.value for rank in self.live[-1].group.peers]
+        for snapshot in self.live[:-1]:
+            for rank in snapshot.group.peers:
+                said = self._said.get(rank.value)
+                if rank.value not in ranks and said is not None and said.phase is PeerPhase.SERVING:
+                    ranks.append(rank.value)
+        return tuple(rank for rank in ranks if rank in self._peers)
+
+    @property
+    def failure(self) -> str:
+        """Why an engine that answers does not run any more; empty when all do."""
+        return next((said.failure for said in self._said.values() if said.failure), "")
+
+    @property
+    def coordinates(self) -> tuple[int, int]:
+        """Epoch and generation that serve."""
+        return (self.live[-1].group.epoch, self.live[-1].generation) if self.live else (0, 0)
+
+    def observed(self) -> Observed:
+        """The last look. A rank that has not answered yet is starting."""
+        peers = {rank: self._said.get(rank, Peer(rank, PeerPhase.STARTING)) for rank in self._peers}
+        return Observed(peers, self.live, frozenset(self.lost))
+
+    async def leases(self) -> tuple[Lease, ...]:
+        """Every lease that a living rank holds."""
+        return tuple(lease for some in await self._all(self._peers, "leases") for lease in some)
+
+    async def progress(self) -> dict[int, LoadProgress]:
+        """How far each peer is with loading."""
+        ranks = list(self._peers)
+        return dict(zip(ranks, await self._all(ranks, "progress"), strict=True))
+
+    async def statuses(self) -> tuple[EngineStatus, ...]:
+        """Of every rank that serves, in the order of ranks."""
+        found = await self._all(sorted(self.serving), "status")
+        return tuple(found)
+
+    async def _all(self, ranks: Iterable[int], method: str) -> list[Any]:
+        calls: Mapping[int, Any] = {rank: getattr(self._peers[rank], method).remote() for rank in ranks}
+        asks = (
+            ray_await(call, self._config.start_deadline_s, f"{method} of rank {rank}") for rank, call in calls.items()
+        )
+        try:
+            return list(await asyncio.gather(*asks))
+        except RayActorError as error:
+            raise NotServingError(
+                f"cluster {self._config.name!r}: {method}: an actor that was asked is gone"
+            ) from error
+
+
+async def _report(actor: ActorHandle) -> Peer:
+    # Its own deadline is the lookout's: a rank that starts may take minutes, one that serves only a step deadline.
+    said: Peer = await actor.report.remote()
+    return said

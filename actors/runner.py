@@ -1,0 +1,102 @@
+"""Runs the reconciler's effects on actors: one Ray call each, under a deadline. All are idempotent."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from ray_moe.actors.bringup import release_bundle
+from ray_moe.actors.remote import create_expert, kill, release_room, reserve
+from ray_moe.comm.rendezvous import StoreAddress
+from ray_moe.config import ClusterConfig
+from ray_moe.controlplane import effects
+from ray_moe.controlplane.effects import Effect
+from ray_moe.controlplane.fetching import FillOutcome
+from ray_moe.controlplane.publication import Storage
+from ray_moe.deadline import ray_await
+from ray_moe.engine.records import ModelFacts
+from ray_moe.errors import GenerationError
+
+
+class EffectRunner:
+    """`peers` is the controller's own table of expert actors: actors that are made enter it, ended ones leave.
+
+    `store` gives the address at which members of an epoch meet.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        peers: dict[int, ActorHandle],
+        routing: ActorHandle,
+        facts: ModelFacts,
+        model_path: Path,
+        storage: Storage,
+        store: Callable[[], StoreAddress],
+    ) -> None:
+        self._config, self._peers, self._routing = config, peers, routing
+        self._facts, self._model_path, self._storage, self._store = facts, model_path, storage, store
+        self._run: dict[type, Callable[[Any], Awaitable[Any]]] = {
+            effects.Prepare: self._prepare,
+            effects.Fill: self._fill,
+            effects.Join: self._join,
+            effects.CloseEpoch: lambda e: self._on(e.rank, "close_epoch", e.epoch),
+            effects.HandOver: lambda e: self._on(e.rank, "hand_over", e.to),
+            effects.Readmit: lambda e: self._on(e.rank, "readmit"),
+            effects.Publish: self._publish,
+            effects.Start: lambda e: self._on(e.rank, "serve", self._routing),
+            effects.Stage: lambda e: self._on(e.rank, "stage", e.generation),
+            effects.Depart: lambda e: self._on(e.rank, "depart", e.generation, e.epoch),
+            effects.Announce: lambda e: self._on(e.rank, "set_members", e.version, e.members),
+            effects.Retire: self._retire,
+            effects.Free: lambda e: self._on(e.rank, "free", e.slots),
+            effects.End: self._end,
+        }
+
+    async def run(self, effect: Effect) -> Sequence[FillOutcome]:
+        """Do what the effect says; a `Fill`'s outcomes. Raises what the actors raise, `RayActorError` for dead ones."""
+        result = await self._run[type(effect)](effect)
+        return result if isinstance(effect, effects.Fill) else ()
+
+    async def _prepare(self, effect: effects.Prepare) -> None:
+        if effect.rank not in self._peers:
+            room = await reserve(self._config, effect.rank)
+            self._peers[effect.rank] = create_expert(self._config, effect.rank, room)
+        facts: ModelFacts = await self._on(effect.rank, "prepare", self._model_path, self._storage.capacity)
+        if facts != self._facts:
+            raise GenerationError(
+                f"rank {effect.rank} loaded checkpoint {facts.checkpoint_version}, the cluster serves "
+                f"{self._facts.checkpoint_version}: the model's files changed"
+            )
+
+    async def _fill(self, effect: effects.Fill) -> Sequence[FillOutcome]:
+        outcomes: Sequence[FillOutcome] = await self._on(effect.rank, "fill", effect.orders)
+        return outcomes
+
+    async def _join(self, effect: effects.Join) -> None:
+        await self._on(effect.rank, "join", effect.group, effect.topology, self._store())
+
+    async def _publish(self, effect: effects.Publish) -> None:
+        bundle = release_bundle(self._config, effect.snapshot, self._facts)
+        what = f"publish generation {effect.generation}"
+        await ray_await(self._routing.publish.remote(effect.snapshot, bundle), self._config.step_deadline_s, what)
+
+    async def _retire(self, effect: effects.Retire) -> None:
+        call: Any = self._routing.retire_due.remote(effect.committed_step, effect.through)
+        await ray_await(call, self._config.step_deadline_s, "retire generations")
+
+    async def _end(self, effect: effects.End) -> None:
+        actor = self._peers[effect.rank]
+        try:
+            await self._on(effect.rank, "finish")
+        finally:
+            kill(actor)
+            self._peers.pop(effect.rank, None)
+            release_room(self._config.name, effect.rank)
+
+    async def _on(self, rank: int, method: str, *args: object) -> Any:
+        call = getattr(self._peers[rank], method).remote(*args)
+        return await ray_await(call, self._config.start_deadline_s, f"{method} on rank {rank}")

@@ -1,0 +1,159 @@
+"""A process that loads beside a serving one takes only the processor time that nobody else wants, until it serves too.
+
+Linux knows priorities of threads, not of processes, and lets an unprivileged thread lower its own but rarely raise it
+again (RLIMIT_NICE). `lower` lowers the whole process, and only by a means that can be undone here; `run_lowered` does
+one piece of work on a thread that ends with it, which needs no undoing and works everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from ray_moe.deadline import join_thread
+
+_T = TypeVar("_T")
+_PROBE_S = 10.0
+_NICEST = 19
+
+
+class Means(StrEnum):
+    """How a priority was lowered. SCHED_IDLE yields to every other thread; nice 19 keeps a share of about 1.5 %."""
+
+    IDLE = "SCHED_IDLE"
+    NICE = "nice 19"
+    NONE = "unchanged"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What `lower` did; `restore` undoes it for all threads, also for those that were started meanwhile."""
+
+    means: Means
+    usual: int = 0
+    prior: dict[int, int] = field(default_factory=dict)  # by thread, of those that were lowered
+
+    def restore(self) -> None:
+        """Back to the priorities before. May be called again; threads that were low before stay so."""
+        if self.means is Means.NONE:
+            return
+        # A thread that is started by a low one is low, so look again until none is left.
+        while low := [thread for thread in _threads() if self._is_ours(thread)]:
+            for thread in low:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    _set(self.means, thread, self.prior.get(thread, self.usual))
+
+    def _is_ours(self, thread: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            lowest = _lowest(self.means)
+            return _get(self.means, thread) == lowest and self.prior.get(thread, self.usual) != lowest
+        return False
+
+
+def lower() -> Lowered:
+    """Lower all threads of this process, and those that they start, by the first means that can be undone.
+
+    `means` is NONE, and nothing was changed, when none can be undone here, or when this process is at it already.
+    """
+    for means in (Means.IDLE, Means.NICE):
+        usual = _get(means, threading.get_native_id())
+        if usual == _lowest(means) or not _can_be_undone(means):
+            continue
+        prior = _priorities(means)
+        while high := [thread for thread, value in _priorities(means).items() if value != _lowest(means)]:
+            for thread in high:
+                with contextlib.suppress(ProcessLookupError):
+                    _set(means, thread, _lowest(means))
+        return Lowered(means, usual, prior)
+    return Lowered(Means.NONE)
+
+
+_begun: list[Lowered] = []
+
+
+def begin_lowered() -> None:
+    """`lower` for a process that has just started, until `restore_process`."""
+    _begun.append(lower())
+
+
+def restore_process() -> Means:
+    """Undo `begin_lowered`; returns what was used. NONE, and nothing is changed, in a process that did not begin so."""
+    means = _begun[0].means if _begun else Means.NONE
+    while _begun:
+        _begun.pop().restore()
+    return means
+
+
+def lower_thread() -> Means:
+    """Lower the calling thread alone, for good where it cannot be undone; returns what was used."""
+    for means in (Means.IDLE, Means.NICE):
+        try:
+            _set(means, threading.get_native_id(), _lowest(means))
+        except OSError:  # this kernel does not know the means
+            continue
+        return means
+    return Means.NONE
+
+
+async def run_lowered(work: Callable[..., _T], *args: Any) -> _T:
+    """Run blocking work on a thread of its own at the lowest priority; the thread ends with it."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="lowered", initializer=lower_thread)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
+    finally:
+        executor.shutdown(wait=False)
+
+
+# -- One means on one thread: the kernel takes a thread's id where the names say process
+
+
+def _lowest(means: Means) -> int:
+    return os.SCHED_IDLE if means is Means.IDLE else _NICEST
+
+
+def _get(means: Means, thread: int) -> int:
+    return os.sched_getscheduler(thread) if means is Means.IDLE else os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def _set(means: Means, thread: int, value: int) -> None:
+    if means is Means.IDLE:
+        os.sched_setscheduler(thread, value, os.sched_param(0))
+    else:
+        os.setpriority(os.PRIO_PROCESS, thread, value)
+
+
+def _can_be_undone(means: Means) -> bool:
+    """Tried on a thread that ends at once: the rule depends on privileges, limits and the kernel."""
+    undone = []
+
+    def attempt() -> None:
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # then it cannot
+            before = _get(means, thread)
+            _set(means, thread, _lowest(means))
+            _set(means, thread, before)
+            undone.append(_get(means, thread) == before)
+
+    probe = threading.Thread(target=attempt, name="priority-probe", daemon=True)
+    probe.start()
+    join_thread(probe, _PROBE_S, "trying a priority")
+    return undone == [True]
+
+
+def _threads() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/task")]
+
+
+def _priorities(means: Means) -> dict[int, int]:
+    found = {}
+    for thread in _threads():
+        with contextlib.suppress(ProcessLookupError):
+            found[thread] = _get(means, thread)
+    return found

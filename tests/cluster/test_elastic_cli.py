@@ -1,0 +1,171 @@
+"""rebalance, scale, drain, cancel and history against a cluster that runs: commands as processes, one cluster for all.
+
+Every test takes the cluster as it finds it, serving on two peers, and leaves it so.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.test_cli import WITHIN_S, Shell, assert_nothing_is_left
+
+pytestmark = pytest.mark.cluster
+
+LAYERS, EXPERTS = range(4), range(16)
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[Shell]:
+    folder = Path(tempfile.mkdtemp(prefix="moe"))
+    yours = Shell(folder)
+    size = ("--peers", "2", "--set", "min_peers=2", "--set", "max_peers=3", "--spare-slots", "2")
+    try:
+        yours.answer("up", "--model", "tiny-moe", "--no-http", *size)
+        yield yours
+        yours.answer("down")
+        assert_nothing_is_left(yours)
+    finally:
+        for process in yours.processes():
+            process.kill()
+        shutil.rmtree(folder)
+
+
+def ranks(shell: Shell) -> list[int]:
+    return [peer["rank"] for peer in shell.answer("status")["peers"]]
+
+
+def copies(shell: Shell) -> Counter[tuple[int, int]]:
+    return Counter((slot["layer"], slot["expert"]) for slot in shell.answer("status")["slots"])
+
+
+def history(shell: Shell) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = shell.answer("history")["operations"]
+    return found
+
+
+def until_it_is(process: subprocess.Popen[str], stage: str) -> str:
+    """Read what a watching command says until its operation has come so far; that line."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if f": {stage}" in line:
+            return line
+    raise AssertionError(f"the command ended before the operation was {stage}")
+
+
+def test_a_dry_run_tells_what_the_rebalance_then_takes_and_changes_nothing(shell: Shell) -> None:
+    generation, known = shell.answer("status")["generation"], len(history(shell))
+    wanted = ("rebalance", "--replicas", "*:3=2")
+    told = shell.answer(*wanted, "--dry-run")
+    assert (told["generation"], told["waves"]) == (generation, 1)
+    assert [layer["moved"] for layer in told["layers"]] == [1, 1, 1, 1]
+    assert len(history(shell)) == known
+    assert shell.answer("status")["generation"] == generation
+
+    done = shell.answer(*wanted, "--why", "expert 3 is asked for most")
+    assert (done["kind"], done["stage"], done["why"]) == ("rebalance", "done", "expert 3 is asked for most")
+    assert (done["from_generation"], done["to_generation"]) == (generation, generation + 1)
+    assert sum(done["moved_bytes"].values()) == sum(told["payload_bytes"].values()) > 0
+    assert {key for key, count in copies(shell).items() if count == 2} == {(layer, 3) for layer in LAYERS}
+    assert history(shell)[known:] == [done]
+
+
+def test_a_plan_file_is_carried_out_and_one_that_finds_no_slots_fails_with_its_reason(shell: Shell) -> None:
+    first, second = ranks(shell)
+    file = shell.folder / "homes.json"
+    file.write_text(json.dumps({layer: [[e, first if e % 2 else second] for e in EXPERTS] for layer in LAYERS}))
+    code, stdout, stderr = shell.run("rebalance", "--plan", str(file))
+    assert code == 0, stderr
+    assert " (rebalance) is done: generation " in stdout
+    assert set(copies(shell).values()) == {1}
+    held = {(slot["layer"], slot["expert"]): slot["rank"] for slot in shell.answer("status")["slots"]}
+    assert held == {(layer, e): first if e % 2 else second for layer in LAYERS for e in EXPERTS}
+
+    file.write_text(json.dumps({0: [[e, rank] for e in EXPERTS for rank in (first, second)]}))
+    code, stdout, stderr = shell.run("rebalance", "--plan", str(file), "--json")
+    failed = json.loads(stdout)
+    assert (code, failed["stage"]) == (1, "failed")
+    assert "pool slots" in failed["reason"]
+    assert stderr.splitlines()[-1] == f"error: operation {failed['number']} (rebalance) has failed: {failed['reason']}"
+
+    file.write_text(json.dumps({7: [[0, first]]}))
+    code, stdout, stderr = shell.run("rebalance", "--plan", str(file))
+    assert (code, stdout) == (2, "")
+    assert stderr == f"error: {file}: layer 7 expert 0: layer must be one of [0, 1, 2, 3], found 7\n"
+
+
+def test_a_rank_comes_a_named_one_goes_and_history_tells_it(shell: Shell) -> None:
+    before = ranks(shell)
+    grown = shell.answer("scale", "3", "--why", "evening")
+    assert (grown["kind"], grown["stage"]) == ("grow", "done")
+    assert ranks(shell) == [*before, *grown["ranks"]]
+    same = shell.answer("scale", "3")
+    assert (same["number"], same["stage"]) == (None, "done")
+    code, stdout, stderr = shell.run("drain", str(before[0]))
+    assert code == 0, stderr
+    assert f"(shrink of rank {before[0]}) is done: generation " in stdout
+    assert ranks(shell) == [before[1], *grown["ranks"]]
+
+    code, table, stderr = shell.run("history", "--last", "2")
+    assert code == 0, stderr
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if "│" in line]
+    assert [(row[1], row[2], row[5], row[-1]) for row in rows if row[0].isdigit()] == [
+        ("grow", str(grown["ranks"][0]), "evening", "done"),
+        ("shrink", str(before[0]), "asked for", "done"),
+    ]
+
+
+def test_cancelling_undoes_a_grow_and_whoever_watches_it_is_told_with_exit_1(shell: Shell) -> None:
+    before = ranks(shell)
+    watching = shell.start("scale", "3", "--json")
+    line = until_it_is(watching, "preparing")
+    number = line.split()[1]
+    cancelled = shell.answer("cancel", number, "--why", "not today")
+    assert (cancelled["stage"], str(cancelled["number"])) == ("cancelled", number)
+    assert cancelled["reason"].endswith(": not today")
+    stdout, stderr = watching.communicate(timeout=WITHIN_S)
+    assert (watching.returncode, json.loads(stdout)) == (1, cancelled)
+    last = stderr.splitlines()[-1]
+    assert last.startswith(f"error: operation {number} (grow by rank ") and last.endswith(": not today")
+    assert ranks(shell) == before
+
+    for wrong, message in (("999", "operation 999 is not known"), (number, f"operation {number} is cancelled: only")):
+        code, stdout, stderr = shell.run("cancel", wrong)
+        assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+        assert stderr.startswith(f"error: {message}")
+
+
+def test_ctrl_c_stops_watching_and_not_the_operation(shell: Shell) -> None:
+    before = ranks(shell)
+    watching = shell.start("scale", "3")
+    number = until_it_is(watching, "preparing").split()[1]
+    watching.send_signal(signal.SIGINT)
+    _, stderr = watching.communicate(timeout=WITHIN_S)
+    assert watching.returncode == 130
+    assert f"operation {number} goes on; `ray-moe cancel {number}` undoes it, `ray-moe history` tells" in stderr
+    (row,) = (row for row in history(shell) if str(row["number"]) == number)
+    assert row["stage"] not in ("cancelled", "failed")
+    back = shell.answer("drain", str(row["ranks"][0])) if row["stage"] == "done" else shell.answer("cancel", number)
+    assert back["stage"] in ("done", "cancelled")
+    assert ranks(shell) == before
+
+
+def test_what_cannot_be_is_one_line_and_exit_2(shell: Shell) -> None:
+    (first, second), known = ranks(shell), len(history(shell))
+    for arguments, message in (
+        (("scale", "4"), "peers must be in [2, 3], found 4"),
+        (("drain", "99"), f"rank must be one of [{first}, {second}], found 99"),
+        (("rebalance", "--replicas", "0:16=2"), "replicas: layer 0 expert 16: expert must be in [0, 16), found 16"),
+    ):
+        code, stdout, stderr = shell.run(*arguments)
+        assert (code, stdout, stderr) == (2, "", f"error: {message}\n")
+    assert len(history(shell)) == known
