@@ -1,6 +1,7 @@
 # `make demo` and `make test` need a Python from 3.11 on and nothing else: both build .venv first where it is missing or old.
 #   make demo ARGS=--json                  the demonstration, its result as one JSON object on stdout
 #   make test ARGS="-k placement"          some of the tests
+#   make bench-elastic ARGS="--rebalances 5 --cycles 1"     a short run of what takes half an hour
 #   make test PYTHON=python3.12            another interpreter (for a .venv that is not there yet)
 #   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"      a CPU build of torch
 
@@ -13,7 +14,7 @@ INSTALLED := .venv/.installed
 # A demonstration, a test or a benchmark reports nothing to anybody.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-full gpu-test check lint format-check types bench install clean
+.PHONY: demo test test-full gpu-test check lint format-check types bench bench-elastic install clean
 
 demo: install
 	@.venv/bin/ray-moe demo $(ARGS)
@@ -41,6 +42,10 @@ types: install
 
 bench: install
 	@.venv/bin/python -m ray_moe.bench $(ARGS)
+
+# Live changes under load: writes benchmarks/elastic.json and the clients' timestamps, which nothing else does.
+bench-elastic: install
+	@.venv/bin/python -m ray_moe.bench elastic $(ARGS)
 
 install: $(INSTALLED)
 

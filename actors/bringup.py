@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,8 @@ from ray_moe.comm.join import transport_named
 from ray_moe.comm.probe import probe
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.bundles import build, digest_of
+from ray_moe.controlplane.layouts import expert_layout, group_generation
 from ray_moe.dataplane.adaptive import Chooser
 from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI
@@ -22,7 +25,7 @@ from ray_moe.engine.blocks import BlockFacts
 from ray_moe.engine.generation import Backend
 from ray_moe.engine.records import ModelFacts
 from ray_moe.errors import ConfigError
-from ray_moe.identity import GlobalRank, ProcessGroupId
+from ray_moe.identity import CheckpointVersion, GlobalRank, ProcessGroupId
 from ray_moe.models import TINY_MOE, tiny_moe_path
 from ray_moe.placement import PlacementSnapshot, ReleaseBundle
 from ray_moe.relations import require_capabilities
@@ -156,25 +159,43 @@ def known_nodes(domains: int) -> tuple[str, ...]:
     return (here,) if domains == 1 or len(alive) == 1 else alive
 
 
-def release_bundle(config: ClusterConfig, snapshot: PlacementSnapshot, facts: ModelFacts) -> ReleaseBundle:
-    """Everything that a step of this release must agree on (specification 0x0CA)."""
-    abi = handle_abi(config)
+def release_bundle(
+    config: ClusterConfig, snapshot: PlacementSnapshot, facts: ModelFacts, group: ProcessGroupSpec | None = None
+) -> ReleaseBundle:
+    """Everything that a step of this release must agree on (specification 0x0CA), bound to configuration and model.
+
+    `group` is the one that a peer has joined for this placement, by default the placement's own.
+    """
+    abi, group = handle_abi(config), group or snapshot.group
+    checkpoint = CheckpointVersion(facts.checkpoint_version)
     roles = DtypeRoles.of(
         abi.payload_dtype, abi.return_dtype, abi.gate_location, abi.payload_format, gate_dtype=facts.gate_dtype
     )
-    return ReleaseBundle(
+    stated = ReleaseBundle(
         release_id=snapshot.release_id,
-        checkpoint_version=snapshot.checkpoint_version,
-        checkpoint_digest=snapshot.checkpoint_version.value,
+        checkpoint_version=checkpoint,
+        checkpoint_digest=checkpoint.value,
         placement_generation=snapshot.version.value,
         placement_digest=snapshot.digest,
         topology_version=snapshot.topology.version,
-        process_group_generation=f"{snapshot.group.process_group_id}-e{snapshot.group.epoch}",
+        process_group_generation=group_generation(group, expert_layout(group.peers)),
         route_abi="ray_moe.routes/1",
         dispatch_handle_abi=abi.handle_version,
         precision_roles=(*asdict(roles).items(), ("gate_location", abi.gate_location)),
         phase_backends=phase_backends(config),
+        graph_manifest_digest=digest_of(_graph_manifests(config, snapshot)),
     )
+    evidence = {"config.json": config.model_dump_json(), "model.json": json.dumps(asdict(facts))}
+    return build(stated, {name: text.encode() for name, text in evidence.items()})
+
+
+def _graph_manifests(config: ClusterConfig, snapshot: PlacementSnapshot) -> list[dict[str, int]]:
+    """What the decode executables of a placement are made for; none without decode buckets."""
+    return [
+        {"layer": layer.layer, "slots": len(layer.slots), "peers": len(snapshot.group.peers), **bucket.model_dump()}
+        for layer in snapshot.layers
+        for bucket in config.decode_buckets
+    ]
 
 
 def phase_backends(config: ClusterConfig) -> tuple[tuple[str, str], ...]:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
@@ -20,9 +21,9 @@ from ray_moe.actors.journal import Journal, Record
 from ray_moe.actors.runner import EffectRunner
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
-from ray_moe.controlplane.effects import Effect, Observed
+from ray_moe.controlplane.effects import Effect, Fill, Observed
 from ray_moe.controlplane.fetching import FillOutcome
-from ray_moe.controlplane.operations import ControlState, Operation
+from ray_moe.controlplane.operations import ControlState, Operation, Stage
 from ray_moe.controlplane.reconcile import absorb, cancel, reconcile
 from ray_moe.deadline import Deadline, wait_for
 from ray_moe.errors import DeadlineError, NotAvailableError, RayMoEError
@@ -36,7 +37,8 @@ class Conductor:
     """Belongs to the controller's event loop. `record` is the state to begin with, as a journal keeps it.
 
     `peers` is the controller's own table of expert actors, which effects change; `look` gives an observation, None when
-    the cluster cannot be changed now; `store` says where members of an epoch meet.
+    the cluster cannot be changed now; `store` says where members of an epoch meet, `memory` what a registry that was
+    started again must know.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Conductor:
         routing: ActorHandle,
         look: Callable[[], Awaitable[Observed | None]],
         store: Callable[[], StoreAddress],
+        memory: Callable[[], bytes],
     ) -> None:
         self._config, self._record, self._journal, self._look = config, record, journal, look
+        self._memory = memory
         self._runner = EffectRunner(config, peers, routing, record.facts, record.model_path, record.storage, store)
         self._running: dict[Effect, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -79,10 +83,18 @@ class Conductor:
         if seen is None or not seen.live:
             return
         control, effects = reconcile(self.control, seen, self._record.storage, time.time())
-        self._save(control, seen)
+        self._save(control, seen, self._memory())
+        self._give_up()
         for effect in effects:
             if effect not in self._running:
                 self._running[effect] = asyncio.create_task(self._act(effect))
+
+    def _give_up(self) -> None:
+        """End copies that nobody wants any more: they would take slots and bandwidth for as long as they last."""
+        filling = {operation.number for operation in self.control.operations if operation.stage is Stage.FILLING}
+        for effect, task in self._running.items():
+            if isinstance(effect, Fill) and effect.operation not in filling:
+                task.cancel()
 
     async def _act(self, effect: Effect) -> None:
         """Run one effect to its end, and take note of it."""
@@ -98,12 +110,13 @@ class Conductor:
             self._news.set()
         self._save(absorb(self.control, effect, failure, outcomes, time.time(), refused=refused))
 
-    def _save(self, control: ControlState, seen: Observed | None = None) -> None:
+    def _save(self, control: ControlState, seen: Observed | None = None, memory: bytes | None = None) -> None:
         """Save, then believe: whatever is done is done under a state that a restart would find."""
         live = seen.live if seen is not None else self._record.live
-        if control is self.control and live == self._record.live:
+        memory = self._record.memory if memory is None else memory
+        if control is self.control and live == self._record.live and memory == self._record.memory:
             return
-        record = Record(control, self._record.storage, self._record.facts, self._record.model_path, live)
+        record = replace(self._record, control=control, live=live, memory=memory)
         self._journal.write(record)
         self._record = record
 

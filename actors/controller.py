@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_moe.actors.bringup import find_model, known_nodes, release_bundle, store_host
+from ray_moe.actors.bringup import find_model, known_nodes, store_host
 from ray_moe.actors.conductor import Conductor
 from ray_moe.actors.journal import Journal, Record
 from ray_moe.actors.lookout import Lookout
@@ -84,8 +84,10 @@ class ControllerActor:
         self._pilot: Pilot | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Future[None] | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            ray.get_runtime_context().current_actor.resume.remote()  # nobody else would call it
+        self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._resuming = asyncio.Lock()
+        if self._restarted:
+            ray.get_runtime_context().current_actor.resume.remote()  # nobody else might call it
 
     # ---- up ----
 
@@ -111,13 +113,21 @@ class ControllerActor:
         self._store = RendezvousStore(store_host(loaded.nodes), config.start_deadline_s)
         await startup.open(verified, loaded.facts, self._routing, self._store.address)
         control = ControlState(next_rank=config.peers, next_epoch=verified.group.epoch + 1)
-        self._record = Record(control, loaded.storage, loaded.facts, model_path, (verified,))
+        await self._lookout.registered(self._routing)
+        self._record = Record(control, loaded.storage, loaded.facts, model_path, (verified,), self._lookout.memory)
         self._journal.write(self._record)
 
     async def resume(self) -> None:
-        """Go on after this process was started again: from the journal, with the actors that are there."""
-        if self._state is not ClusterState.STARTING or self._starting is not None:
-            return
+        """Go on after this process was started again: from the journal, with the actors that are there.
+
+        Whoever asks for anything waits for this first.
+        """
+        if self._restarted:
+            async with self._resuming:
+                if self._state is ClusterState.STARTING:
+                    await self._resume()
+
+    async def _resume(self) -> None:
         record = await asyncio.to_thread(self._journal.read)
         if record is None:
             return  # it died before the cluster served: whoever starts it gives up, and ends what is left
@@ -144,6 +154,7 @@ class ControllerActor:
             self._require_routing(),
             self._look,
             self._store_address,
+            lambda: self._lookout.memory,
         )
         known = self._known
         self._pilot = Pilot(self._config, known.facts, known.storage, self._peers, self._lookout, self._conductor)
@@ -176,11 +187,8 @@ class ControllerActor:
         A generation is in the journal before any rank is asked to stage it; one that has retired since retires again.
         """
         record = await asyncio.to_thread(self._journal.read)
-        if record is None:
-            return
-        bundle = release_bundle(self._config, record.live[-1], record.facts)
-        call: Any = self._require_routing().restore.remote(record.live, bundle, await self._lookout.leases())
-        await ray_await(call, self._config.step_deadline_s, "restore the registry")
+        if record is not None:
+            await self._lookout.restore(self._require_routing(), record.live, record.memory)
 
     async def _bury(self, rank: int, detail: str) -> None:
         """A serving peer is gone: its leases go back, and the survivors fail their calls now, not at a deadline."""
@@ -235,25 +243,26 @@ class ControllerActor:
 
     async def cancel(self, number: int, who: str) -> None:
         """Undo what has not been published yet. Raises `ConfigError`, `GenerationError` for an unknown number."""
-        self._require_serving().cancel(number, who)
+        (await self._require_serving()).cancel(number, who)
 
     async def operation(self, number: int) -> Operation:
         """How far an operation is; `GenerationError` for an unknown number."""
-        return self._require_conductor().control.find(number)
+        return (await self._require_conductor()).control.find(number)
 
     async def wait(self, number: int, seconds: float) -> Operation:
         """The operation once it has ended, or as it is after `seconds`."""
-        return await self._require_serving().wait(number, seconds)
+        return await (await self._require_serving()).wait(number, seconds)
 
     async def history(self) -> tuple[Operation, ...]:
         """Operations that have ended, oldest first, and those that are open."""
-        control = self._require_conductor().control
+        control = (await self._require_conductor()).control
         return (*control.history, *control.operations)
 
     async def _now(self) -> tuple[Conductor, tuple[int, ...]]:
         """The conductor and the serving ranks. Raises `PeerLostError` or `NotServingError`."""
+        await self._require_serving()
         await self._look()
-        return self._require_serving(), self._lookout.serving
+        return await self._require_serving(), self._lookout.serving
 
     # ---- questions ----
 
@@ -263,7 +272,7 @@ class ControllerActor:
 
     async def directory(self) -> Directory:
         """Peers and model, for clients. Raises `PeerLostError` or `NotServingError` when the cluster cannot serve."""
-        control = self._require_serving().control
+        control = (await self._require_serving()).control
         ranks = control.members or self._lookout.serving or tuple(self._peers)
         return Directory(
             self._config,
@@ -277,6 +286,7 @@ class ControllerActor:
 
     async def status(self) -> ClusterStatus:
         """A fresh look at peers, slots, generations, references and what is under way."""
+        conductor = await self._require_conductor()
         if self._state not in (ClusterState.SERVING, ClusterState.DEGRADED):
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         await self._look()
@@ -291,14 +301,13 @@ class ControllerActor:
             generations,
             peers,
             tuple(sorted(self._lookout.lost)),
-            self._require_conductor().control.operations,
+            conductor.control.operations,
         )
 
     async def placement(self) -> PlacementSnapshot:
         """The active placement."""
-        self._require_serving()
-        active: PlacementSnapshot = await self._ask(self._require_routing().active.remote(), "active generation")
-        return active
+        await self._now()
+        return self._lookout.live[-1]
 
     # ---- down ----
 
@@ -312,6 +321,8 @@ class ControllerActor:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        with suppress(RayMoEError, RayActorError, OSError):  # who started us ends what we do not find
+            await self.resume()
         in_step = self._state is ClusterState.SERVING
         if self._state is ClusterState.STARTING and self._starting is not None:
             self._starting.cancel()
@@ -353,7 +364,8 @@ class ControllerActor:
             raise NotServingError(f"cluster {self._config.name!r} has not loaded its model yet")
         return self._record
 
-    def _require_conductor(self) -> Conductor:
+    async def _require_conductor(self) -> Conductor:
+        await self.resume()
         if self._conductor is None:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         return self._conductor
@@ -363,7 +375,8 @@ class ControllerActor:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         return self._routing
 
-    def _require_serving(self) -> Conductor:
+    async def _require_serving(self) -> Conductor:
+        await self.resume()
         if self._lookout.lost_serving:
             rank, detail = next(iter(self._lookout.lost_serving.items()))
             raise PeerLostError(detail, rank, *self._lookout.coordinates)
@@ -372,7 +385,7 @@ class ControllerActor:
             raise NotServingError(f"cluster {self._config.name!r}: epoch {epoch} is broken: {self._failure}")
         if self._state is not ClusterState.SERVING:
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
-        return self._require_conductor()
+        return await self._require_conductor()
 
     def _advance(self, event: str) -> None:
         following = CLUSTER_TABLE[self._state].get(event)

@@ -21,7 +21,7 @@ import torch
 from ray.actor import ActorHandle
 from transformers.utils.logging import disable_progress_bar
 
-from ray_moe.actors.bringup import check_choices
+from ray_moe.actors.bringup import check_choices, release_bundle
 from ray_moe.actors.fill import Filler
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
 from ray_moe.actors.reception import Reception
@@ -45,7 +45,7 @@ from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
 from ray_moe.errors import NotServingError
 from ray_moe.identity import GlobalRank
-from ray_moe.placement import Lease
+from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
 from ray_moe.priority import restore_process
 from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.checkpoint import Checkpoint, ExpertWeights
@@ -129,7 +129,9 @@ class ExpertActor:
             checkpoint_version=self._checkpoint.identity,
             moe_layers=self._checkpoint.moe_layers,
             num_experts=self._checkpoint.num_experts,
-            expert_bytes=self._checkpoint.expert_bytes,
+            expert_bytes=max(
+                self._checkpoint.layout(layer).nbytes(self._dtype) for layer in self._checkpoint.moe_layers
+            ),
             vocab_size=self._trunk.vocab_size,
             max_positions=self._trunk.max_positions,
             gate_dtype=dtype_name(next(iter(self._blocks.values())).gate),
@@ -234,6 +236,11 @@ class ExpertActor:
         self._progress = LoadProgress("serving", 1, 1)
 
     # ---- epochs and generations: `Seats` says what they raise ----
+
+    async def observe(self, config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
+        """What this peer makes of a release, of the checkpoint that it has loaded and the group that it has joined."""
+        facts = _present(self._facts, "load the model first")
+        return release_bundle(config, snapshot, facts, self._my_seats.group(snapshot.group.epoch))
 
     async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         """Take this peer's seats in an epoch; returns when all members have."""

@@ -24,13 +24,15 @@ _NAMESPACE = b"ray_moe"
 
 @dataclass(frozen=True)
 class Record:
-    """The control state, and what it was decided on. `live` are the generations that a registry must know again."""
+    """The control state, and what it was decided on. `live` are the generations that were live, `memory` is all that
+    the routing actor's registry must know again."""
 
     control: ControlState
     storage: Storage
     facts: ModelFacts
     model_path: Path
     live: tuple[PlacementSnapshot, ...]
+    memory: bytes = b""
 
 
 class Journal:

@@ -9,22 +9,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
+from ray_moe.actors.remote import release_room
 from ray_moe.actors.routing import Registered
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Observed, Peer, PeerPhase
-from ray_moe.deadline import ray_await
+from ray_moe.deadline import Deadline, ray_await
 from ray_moe.engine.records import EngineStatus, LoadProgress
-from ray_moe.errors import NotServingError
+from ray_moe.errors import GenerationError, NotServingError
 from ray_moe.placement import Lease, PlacementSnapshot
 
 # A look does not wait longer than this for a rank that is busy; it uses what the rank said last.
 _LOOK_S = 0.5
+_AGAIN_S = 0.1
 
 
 @dataclass
@@ -45,18 +48,39 @@ class Lookout:
         self.lost: dict[int, str] = {}  # everybody who died, with the reason
         self.lost_serving: dict[int, str] = {}
         self.live: tuple[PlacementSnapshot, ...] = ()
+        self.memory = b""  # what a routing actor that was started again must be told
+        self._changes = -1
 
     async def registered(self, routing: ActorHandle) -> Registered:
-        """What the registry knows. Raises `NotServingError` while the routing actor is down."""
-        try:
-            found: Registered = await ray_await(
-                routing.registered.remote(), self._config.step_deadline_s, "the registry's generations"
-            )
-        except RayActorError as error:
-            raise NotServingError(f"the routing actor of {self._config.name!r} does not answer: {error}") from error
-        if not found.recovering:
-            self.live = found.live
-        return found
+        """What the registry knows; while Ray starts the routing actor again, this waits for it.
+
+        Raises `NotServingError` when it does not come back.
+        """
+        deadline = Deadline(self._config.step_deadline_s)
+        while True:
+            try:
+                found: Registered = await ray_await(
+                    routing.registered.remote(self._changes), deadline.left + _LOOK_S, "the registry's generations"
+                )
+            except RayActorError as error:
+                if deadline.passed or not isinstance(error, ActorUnavailableError):
+                    raise NotServingError(f"the routing actor of {self._config.name!r} is gone: {error}") from error
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            if not found.recovering:
+                self.live = found.live
+                if found.memory is not None:
+                    self._changes, self.memory = found.changes, found.memory
+            return found
+
+    async def restore(self, routing: ActorHandle, live: tuple[PlacementSnapshot, ...], memory: bytes) -> None:
+        """Tell a registry that was started again what it knew, and which leases the ranks hold on what was `live`."""
+        seconds, held = self._config.step_deadline_s, await self._leases(live)
+        await ray_await(routing.restore.remote(memory, held), seconds, "restore the registry")
+        # What a rank gave back meanwhile went to nobody, or to the registry before it knew of it.
+        for lease in set(held).difference(await self._leases(live)):
+            with suppress(GenerationError):  # this registry has taken it back already
+                await ray_await(routing.release.remote(lease), seconds, f"lease {lease.lease_id} of {lease.holder}")
 
     async def look(self) -> dict[int, str]:
         """Ask everybody for a report, and take what is there. Returns the serving ranks that have just fallen."""
@@ -77,6 +101,7 @@ class Lookout:
                 continue
             self.lost[rank] = detail
             self._peers.pop(rank, None)
+            release_room(self._config.name, rank)
             if rank in serving:
                 fallen[rank] = self.lost_serving[rank] = detail
         return fallen
@@ -134,9 +159,11 @@ class Lookout:
         peers = {rank: self._said.get(rank, Peer(rank, PeerPhase.STARTING)) for rank in self._peers}
         return Observed(peers, self.live, frozenset(self.lost))
 
-    async def leases(self) -> tuple[Lease, ...]:
-        """Every lease that a living rank holds."""
-        return tuple(lease for some in await self._all(self._peers, "leases") for lease in some)
+    async def _leases(self, live: Iterable[PlacementSnapshot]) -> tuple[Lease, ...]:
+        """What living ranks hold; only those of the `live` generations' groups can hold any."""
+        ranks = {rank.value for snapshot in live for rank in snapshot.group.peers}
+        found = await self._all(sorted(ranks.intersection(self._peers)), "leases")
+        return tuple(lease for some in found for lease in some)
 
     async def progress(self) -> dict[int, LoadProgress]:
         """How far each peer is with loading."""
@@ -144,8 +171,9 @@ class Lookout:
         return dict(zip(ranks, await self._all(ranks, "progress"), strict=True))
 
     async def statuses(self) -> tuple[EngineStatus, ...]:
-        """Of every rank that serves, in the order of ranks."""
-        found = await self._all(sorted(self.serving), "status")
+        """Of every rank that serves, in the order of ranks; one of the active group may be about to begin."""
+        begun = [rank for rank in self.serving if rank not in self._said or self._said[rank].phase is PeerPhase.SERVING]
+        found = await self._all(sorted(begun), "status")
         return tuple(found)
 
     async def _all(self, ranks: Iterable[int], method: str) -> list[Any]:

@@ -6,6 +6,8 @@ All actors are detached and named `{cluster}.controller`, `{cluster}.routing`, `
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
     from ray_moe.config import ClusterConfig
 
 NAMESPACE = "ray_moe"
+# Runs Ray's worker script after lowering the process, so that importing Ray and torch takes no time from peers that
+# serve. Ray's own setup hook for a worker is the job's, not one actor's, and comes after importing Ray.
+_LOWERED = """
+import contextlib, os, runpy, sys
+with contextlib.suppress(ImportError):
+    from ray_moe.priority import begin_lowered
+    begin_lowered()
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 # How long Ray may look for room for one more peer, and what a peer that asks for nothing reserves.
 _ROOM_S = 10.0
 _SMALLEST_CPU = 0.001
@@ -38,10 +51,10 @@ def create_controller(config: ClusterConfig) -> ActorHandle:
 
 
 def create_routing(config: ClusterConfig) -> ActorHandle:
-    """The routing actor of `config`'s cluster."""
+    """The routing actor of `config`'s cluster, the one that there is already where there is one."""
     from ray_moe.actors.routing import RoutingActor
 
-    return _create(RoutingActor, f"{config.name}.routing", 0.0, config, max_restarts=-1)
+    return _create(RoutingActor, f"{config.name}.routing", 0.0, config, max_restarts=-1, get_if_exists=True)
 
 
 def create_expert(config: ClusterConfig, rank: int, room: PlacementGroup | None = None) -> ActorHandle:
@@ -54,7 +67,7 @@ def create_expert(config: ClusterConfig, rank: int, room: PlacementGroup | None 
     options: dict[str, Any] = {"num_gpus": 1 if config.device == "cuda" else 0, "get_if_exists": True}
     if room is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0)
-        options["runtime_env"] = {"worker_process_setup_hook": "ray_moe.priority.begin_lowered"}
+        options["runtime_env"] = {"py_executable": f"{shlex.quote(sys.executable)} -c {shlex.quote(_LOWERED)}"}
     return _create(ExpertActor, f"{config.name}.expert-{rank}", config.cpus_per_peer, config, rank, **options)
 
 

@@ -1,125 +1,170 @@
-"""The routing actor: the registries of releases and placements, leases, and the headers that leases grant.
+"""The routing actor: the registry of releases and their generations, leases, and the headers that leases grant.
 
-It is the only place that knows which generation is active and who still refers to an old one. Nothing here blocks, and
-no step ever waits for it.
+It is the only place that knows which release and generation take new dispatches and who still refers to old ones.
+Nothing here blocks, and no step ever waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
 
 from ray_moe.actors.bringup import handle_abi
 from ray_moe.config import ClusterConfig
-from ray_moe.controlplane.generations import GenerationStatus, PlacementRegistry
+from ray_moe.controlplane.generations import GenerationStatus
+from ray_moe.controlplane.release_states import Note
+from ray_moe.controlplane.releases import ReleaseRegistry
 from ray_moe.dataplane.handle import HandleHeader
-from ray_moe.errors import GenerationError
+from ray_moe.errors import GenerationError, ReleaseError
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What a lease gives its holder: the header to bind handles with, and the placement it names."""
+    """What a lease gives its holder: the header to bind handles with, the placement it names, and the configuration of
+    its release."""
 
     lease: Lease
     header: HandleHeader
     snapshot: PlacementSnapshot
+    config: ClusterConfig
 
 
 @dataclass(frozen=True)
 class Registered:
-    """What the registry knows: generations whose slots must stay, ascending, and the release that is served.
+    """What the registry knows: generations whose slots must stay, the one for new dispatches last, and its release.
 
-    `recovering` while a registry that was restarted has not been told who holds leases.
+    `recovering` while a registry that was restarted has not been told what it knew. `changes` counts operations;
+    `memory` is what `restore` takes, for an asker that knows another count.
     """
 
     live: tuple[PlacementSnapshot, ...]
     release: ReleaseBundle | None
     recovering: bool
+    changes: int = 0
+    memory: bytes | None = None
 
 
 class RoutingActor:
-    """Ray actor around the pure `PlacementRegistry`; one release at a time.
+    """Ray actor around the pure `ReleaseRegistry`, with the configuration of each release.
 
-    Ray starts it again when its process dies. It then grants and retires nothing until `restore` has told it which
-    generations are live and which leases are out; no step waits for that.
+    Ray starts it again when its process dies. It then grants and retires nothing until `restore` has told it what it
+    knew and which leases are out; no step waits for that.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        recovering = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._registry = PlacementRegistry(final_after_steps=config.final_after_steps, recovering=recovering)
-        self._recovering = recovering
-        self._abi = handle_abi(config)
-        self._release: ReleaseBundle | None = None
+        self._registry = ReleaseRegistry(final_after_steps=config.final_after_steps)
+        self._recovering = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._configs: dict[str, ClusterConfig] = {}
+        self._changes = time.time_ns()  # another number than that of an earlier process
 
-    async def restore(self, live: Sequence[PlacementSnapshot], release: ReleaseBundle, leases: Sequence[Lease]) -> None:
-        """After a restart: the live generations in ascending order, and the leases that the peers hold on them."""
+    async def restore(self, memory: bytes, leases: Sequence[Lease]) -> None:
+        """After a restart: what a `Registered` had as its memory, and the leases that the peers hold."""
         if not self._recovering:
             return
-        known = {snapshot.generation for snapshot in self._registry.live()}
-        for snapshot in live:
-            if snapshot.generation not in known:
-                self._registry.publish(snapshot)
-        self._registry.rebuild(leases)
-        self._release, self._recovering = release, False
+        registry, configs = pickle.loads(memory)
+        registry.forget_leases()
+        registry.rebuild(leases)
+        self._registry, self._configs, self._recovering = registry, configs, False
+        self._changes += 1
 
-    async def publish(self, snapshot: PlacementSnapshot, release: ReleaseBundle) -> None:
-        """Make a verified placement the active generation of `release`; nothing changes where it is that already.
+    # ---- generations and leases ----
 
-        Raises `GenerationError` when it is not verified, not newer, or belongs to another release or checkpoint.
+    async def launch(
+        self,
+        snapshot: PlacementSnapshot,
+        bundle: ReleaseBundle,
+        config: ClusterConfig,
+        observed: Mapping[int, ReleaseBundle],
+        note: Note,
+    ) -> None:
+        """The first release of a cluster. Raises `ReleaseError` naming what differs on which rank."""
+        self._registry.launch(bundle, snapshot, observed, note)
+        self._configs[bundle.release_id] = config
+        self._changes += 1
+
+    async def publish(self, snapshot: PlacementSnapshot, bundle: ReleaseBundle, note: Note) -> None:
+        """Make a verified placement the active generation of its release; nothing changes where it is that already.
+
+        Raises `GenerationError` when it is not verified or not newer, `ReleaseError` when it takes a new release.
         """
-        coordinates = (release.release_id, release.checkpoint_version, release.dispatch_handle_abi)
-        if coordinates != (snapshot.release_id, snapshot.checkpoint_version, self._abi.handle_version):
-            raise GenerationError(
-                f"generation {snapshot.generation} is of release {snapshot.release_id}, checkpoint "
-                f"{snapshot.checkpoint_version}, ABI {self._abi.handle_version}; the bundle says {coordinates}"
-            )
         if snapshot.digest not in {known.digest for known in self._registry.live()}:
-            self._registry.publish(snapshot)
-        self._release = release
+            self._registry.publish(snapshot, bundle, note)
+            self._changes += 1
 
-    async def acquire(self, holder: str) -> Grant:
-        """A lease on the active generation, with its header. `GenerationError` before the first publication."""
-        lease = self._registry.acquire(holder)
+    async def acquire(self, holder: str, release_id: str | None = None) -> Grant:
+        """A lease on the generation for new dispatches, or on that of a candidate in shadow or canary.
+
+        Raises `GenerationError` where there is none, and before `restore` after a restart.
+        """
+        self._require_memory()
+        lease = self._registry.acquire(holder, release_id=release_id)
+        self._changes += 1
+        return self._grant(lease)
+
+    def _grant(self, lease: Lease) -> Grant:
         snapshot = self._registry.require_live(lease.generation)
-        return Grant(lease, HandleHeader.grant(lease, snapshot, self._abi), snapshot)
+        config = self._configs[snapshot.release_id]
+        return Grant(lease, HandleHeader.grant(lease, snapshot, handle_abi(config)), snapshot, config)
 
     async def release(self, lease: Lease) -> None:
         """Take a lease back, exactly once; `GenerationError` otherwise."""
         self._registry.release(lease)
+        self._changes += 1
 
     async def bury(self, holder: str) -> int:
         """Release everything that a dead holder had; returns how many leases that were."""
         leases = self._registry.leases_of(holder)
         for lease in leases:
             self._registry.release(lease)
+        self._changes += bool(leases)
         return len(leases)
 
     async def retire_due(self, committed_step: int, through: int = 0) -> tuple[PlacementSnapshot, ...]:
         """Retire every draining generation that nobody refers to and that is final by `committed_step`.
 
-        The slots of those before generation `through` are needed: they are held no longer. Returns what retired.
+        The slots of those before generation `through` are needed: they are held no longer, unless as the way back of a
+        release. Returns what retired.
         """
         self._registry.committed_step(committed_step)
-        for status in self._registry.status():
+        for status in self._registry.generations():
             if status.generation < through and status.held:
-                self._registry.release_hold(status.generation)
-        return tuple(self._registry.retire(generation) for generation in self._registry.retirable())
+                with suppress(ReleaseError):  # `held` by a release
+                    self._registry.release_hold(status.generation)
+        retired = tuple(self._registry.retire_generation(generation) for generation in self._registry.retirable())
+        self._changes += bool(retired)
+        return retired
 
     async def retire(self, generation: int) -> None:
         """Retire one generation, or `RetirementRefusedError` naming its holders."""
-        self._registry.retire(generation)
+        self._registry.retire_generation(generation)
+        self._changes += 1
+
+    # ---- questions ----
 
     async def active(self) -> PlacementSnapshot:
-        """The active placement; `GenerationError` before the first publication."""
+        """The placement for new dispatches; `GenerationError` where there is none."""
         return self._registry.active()
 
-    async def registered(self) -> Registered:
-        """Live generations and the release."""
-        return Registered(self._registry.live(), self._release, self._recovering)
+    async def registered(self, known_changes: int = -1) -> Registered:
+        """Live generations and the release, and what else there is to remember."""
+        live, release = self._registry.live(), None
+        with suppress(ReleaseError):  # between the two halves of a rollback no release takes new dispatches
+            release = self._registry.dispatching()
+            last = release.release_id
+            live = tuple(sorted(live, key=lambda one: (one.release_id == last, one.generation)))
+        memory = pickle.dumps((self._registry, self._configs)) if self._changes != known_changes else None
+        return Registered(live, release, self._recovering, self._changes, memory)
 
     async def status(self) -> tuple[GenerationStatus, ...]:
         """Every generation with its state, references and holders."""
-        return self._registry.status()
+        return self._registry.generations()
+
+    def _require_memory(self) -> None:
+        if self._recovering:
+            raise GenerationError("cannot grant a lease: the leases from before the restart are not rebuilt yet")

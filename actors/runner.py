@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 
 from ray_moe.actors.bringup import release_bundle
@@ -16,6 +19,7 @@ from ray_moe.controlplane import effects
 from ray_moe.controlplane.effects import Effect
 from ray_moe.controlplane.fetching import FillOutcome
 from ray_moe.controlplane.publication import Storage
+from ray_moe.controlplane.release_states import Note
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import ModelFacts
 from ray_moe.errors import GenerationError
@@ -73,16 +77,28 @@ class EffectRunner:
             )
 
     async def _fill(self, effect: effects.Fill) -> Sequence[FillOutcome]:
-        outcomes: Sequence[FillOutcome] = await self._on(effect.rank, "fill", effect.orders)
+        call: Any = self._peers[effect.rank].fill.remote(effect.orders)
+        try:
+            outcomes: Sequence[FillOutcome] = await ray_await(
+                call, self._config.start_deadline_s, f"fill on rank {effect.rank}"
+            )
+        except asyncio.CancelledError:  # nobody wants these copies any more
+            ray.cancel(call)
+            raise
         return outcomes
 
     async def _join(self, effect: effects.Join) -> None:
         await self._on(effect.rank, "join", effect.group, effect.topology, self._store())
 
     async def _publish(self, effect: effects.Publish) -> None:
+        gone = [rank.value for rank in effect.snapshot.group.peers if rank.value not in self._peers]
+        if gone:  # its group could never take a step
+            raise GenerationError(f"generation {effect.generation} cannot be published: rank {gone[0]} is gone")
         bundle = release_bundle(self._config, effect.snapshot, self._facts)
         what = f"publish generation {effect.generation}"
-        await ray_await(self._routing.publish.remote(effect.snapshot, bundle), self._config.step_deadline_s, what)
+        note = Note("ray-moe", time.time(), f"operation {effect.operation}")
+        call: Any = self._routing.publish.remote(effect.snapshot, bundle, note)
+        await ray_await(call, self._config.step_deadline_s, what)
 
     async def _retire(self, effect: effects.Retire) -> None:
         call: Any = self._routing.retire_due.remote(effect.committed_step, effect.through)
@@ -90,8 +106,9 @@ class EffectRunner:
 
     async def _end(self, effect: effects.End) -> None:
         actor = self._peers[effect.rank]
+        call: Any = actor.finish.remote()
         try:
-            await self._on(effect.rank, "finish")
+            await ray_await(call, self._config.step_deadline_s, f"finish on rank {effect.rank}")
         finally:
             kill(actor)
             self._peers.pop(effect.rank, None)

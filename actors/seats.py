@@ -65,6 +65,12 @@ class Seats:
         """Epochs that this peer could serve."""
         return frozenset(self._backends)
 
+    def group(self, epoch: int) -> ProcessGroupSpec:
+        """The group that was joined for an epoch; `NotServingError` without a seat in it."""
+        if epoch not in self._backends:
+            raise NotServingError(f"rank {self._rank} has no seat in epoch {epoch}; it has in {sorted(self._backends)}")
+        return self._backends[epoch].transport.group.spec
+
     async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         """Take the seats of an epoch; returns when all its members have. Asked again, it waits for the same end.
 

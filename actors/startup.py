@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from ray_moe.config import ClusterConfig, expand_replicas
 from ray_moe.controlplane.effects import Peer
 from ray_moe.controlplane.fetching import FillOutcome, digests_of, orders
 from ray_moe.controlplane.publication import Storage
+from ray_moe.controlplane.release_states import Note
 from ray_moe.controlplane.solve import balanced, place, pool_capacity
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import ModelFacts
 from ray_moe.errors import CheckpointError, NotServingError
 from ray_moe.identity import CheckpointVersion, GlobalRank, PlacementVersion
-from ray_moe.placement import PlacementSnapshot
+from ray_moe.placement import PlacementSnapshot, ReleaseBundle
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,15 @@ class Startup:
     async def open(
         self, verified: PlacementSnapshot, facts: ModelFacts, routing: ActorHandle, store: StoreAddress
     ) -> None:
-        """Join the first epoch, publish the first generation, start the engines."""
+        """Join the first epoch, launch the first release, start the engines."""
         await self._all("join", verified.group, verified.topology, store)
         bundle = release_bundle(self._config, verified, facts)
         seconds = self._config.start_deadline_s
-        await ray_await(routing.publish.remote(verified, bundle), seconds, "publish the first placement")
+        said = await self._all("observe", self._config, verified)
+        observed: dict[int, ReleaseBundle] = dict(zip(self._peers, said, strict=True))
+        note = Note("ray-moe", time.time(), "the cluster comes up")
+        call: Any = routing.launch.remote(verified, bundle, self._config, observed, note)
+        await ray_await(call, seconds, "launch the first release")
         await self._all("serve", routing)
 
     async def _all(self, method: str, *args: object) -> list[Any]:

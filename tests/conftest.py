@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it in this case; as in the Rays that we start
 os.environ["RAY_AUTH_MODE"] = (
     "disabled"  # otherwise Ray writes a token into the home directory of whoever runs the tests
 )

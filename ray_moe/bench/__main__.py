@@ -1,13 +1,19 @@
-"""`python -m ray_moe.bench [NAME ...] [--out FOLDER]`: run the CPU benchmarks, print tables, write JSON."""
+"""`python -m ray_moe.bench [NAME ...] [--out FOLDER]`: run the CPU benchmarks, print tables, write JSON.
+
+`elastic` takes half an hour and runs only when it is named.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray_moe.bench import engine, layer, payload, planner
+from ray_moe.bench import elastic_rows, engine, layer, payload, planner
+from ray_moe.bench.elastic import Size
 from ray_moe.bench.report import Row, show, write
+from ray_moe.priority import USUAL_PRIORITY
 
 # name -> (title, what gives the rows, what of them people are shown).
 BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row]], Sequence[Row]]]] = {
@@ -16,14 +22,28 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row
     "planner": ("EPLB maps beside the reference's rules, one run", planner.run, lambda rows: rows),
     "payload": ("Dispatch formats on the embedded model's rows: bytes and errors", payload.run, lambda rows: rows),
 }
+ELASTIC = "elastic"
 
 
 def main() -> None:
+    os.environ |= USUAL_PRIORITY  # for the Rays that the benchmarks start
     parser = argparse.ArgumentParser(prog="python -m ray_moe.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *BENCHMARKS], help="which to run; all when none is named")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[[], *BENCHMARKS, ELASTIC],
+        help=f"which to run; all but {ELASTIC} when none is named",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder for the JSON documents")
+    parser.add_argument("--rebalances", type=int, default=Size.rebalances, help=f"of {ELASTIC}")
+    parser.add_argument("--cycles", type=int, default=Size.cycles, help=f"of {ELASTIC}: two ranks to four and back")
     given = parser.parse_args()
     for name in given.names or BENCHMARKS:
+        if name == ELASTIC:
+            rows = elastic_rows.run(Size(rebalances=given.rebalances, cycles=given.cycles), given.out)
+            for row in rows:
+                show(f"Live changes under streaming clients: {row['name']}", elastic_rows.table(row))
+            continue
         title, run, shown = BENCHMARKS[name]
         rows = run()
         show(title, shown(rows))

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import ray
@@ -35,6 +36,7 @@ from ray_moe.placement import PlacementSnapshot
 from ray_moe.sdk import Client
 
 FEWEST, MOST = 2, 4
+INTERRUPTED = "interrupted"
 # What belongs to a change and comes after its operation has ended: the old generation retires, its slots are freed.
 _TAIL_S = 0.3
 _OPERATION_S, _DECODING_S = 180.0, 60.0
@@ -48,7 +50,7 @@ class Size:
 
     rebalances: int = 100
     cycles: int = 50
-    seats: int = 10
+    seats: int = 12
     decoding: int = 8
     left: int = 64
     lengths: tuple[int, int] = (200, 600)
@@ -90,9 +92,8 @@ class Course:
 Say = Callable[[str], None]
 
 
-def measure(size: Size, say: Say = lambda line: print(line, file=sys.stderr, flush=True)) -> list[Course]:
-    """Both phases, each on a cluster of its own. The second's tokens are compared with the first cluster's rehearsal."""
-    courses: list[Course] = []
+def measure(size: Size, say: Say = lambda line: print(line, file=sys.stderr, flush=True)) -> Iterator[Course]:
+    """Both phases, each on a cluster of its own; the second's tokens are compared with the first one's rehearsal."""
     ray.init(
         address="local",
         namespace="ray_moe",
@@ -101,18 +102,21 @@ def measure(size: Size, say: Say = lambda line: print(line, file=sys.stderr, flu
         include_dashboard=False,
         log_to_driver=False,
     )
+    known: tuple[Script, ...] = ()
     try:
-        known: tuple[Script, ...] = ()
-        if size.rebalances:
-            with running(rebalance_config()) as cluster:
-                known = rehearse(cluster, size)
-                courses.append(run_rebalances(cluster, known, size, say))
-        if size.cycles:
-            with running(resize_config()) as cluster:
-                courses.append(run_resizes(cluster, known or rehearse(cluster, size), size, say))
+        for config, course, rounds in (
+            (rebalance_config(), run_rebalances, size.rebalances),
+            (resize_config(), run_resizes, size.cycles),
+        ):
+            if not rounds:
+                continue
+            with running(config) as cluster:
+                known = known or rehearse(cluster, size)
+                yield (done := course(cluster, known, size, say))
+            if done.stopped_by == INTERRUPTED:
+                return
     finally:
         ray.shutdown()
-    return courses
 
 
 def rebalance_config(name: str = "bench-rebalance") -> ClusterConfig:
@@ -186,6 +190,8 @@ class _Phase:
         try:
             for number in range(self.course.asked):
                 await one_round(self, number)
+        except asyncio.CancelledError:
+            self.course.stopped_by = INTERRUPTED
         except (RayMoEError, RayError, _Stuck) as error:
             self.course.stopped_by = f"{type(error).__name__}: {error}".partition("\n")[0]
             self._say(f"{self.course.name}: stopped by {self.course.stopped_by}")
@@ -196,17 +202,17 @@ class _Phase:
 
     async def rebalance(self, number: int) -> None:
         homes = next_homes(self._active, number, self._draw)
-        event = await self._change("rebalance", lambda: self._cluster.rebalance(homes=homes, why="bench"))
+        event = await self._change("rebalance", partial(self._cluster.rebalance, homes=homes, why="bench"))
         await self._control(event.seconds)
 
     async def cycle(self, number: int) -> None:
         await self._control(self._size.control_s)
-        await self._change("grow", lambda: self._cluster.scale(MOST, why="bench"))
+        await self._change("grow", partial(self._cluster.scale, MOST, why="bench"))
         await self._control(self._size.control_s)
         leaving = self._draw.sample(self._ranks, len(self._ranks) - FEWEST)
         together = self._draw.random() < 0.5
         for ranks in [leaving] if together else [[rank] for rank in leaving]:
-            await self._change("shrink", lambda ranks=ranks: self._cluster.drain(*ranks, why="bench"), ranks)
+            await self._change("shrink", partial(self._cluster.drain, *ranks, why="bench"), ranks)
         self.course.samples.append(await asyncio.to_thread(Sample.take, self._cluster, self._status, self._active))
 
     # ---- windows ----
@@ -217,7 +223,7 @@ class _Phase:
         before = self._active
         moved_requests = await self._requests_on(leaving)
         start, ranks = perf_counter(), len(self._ranks)
-        operation = await asyncio.to_thread(self._until_ended, ask)
+        operation = await self._ended(ask)
         ended = perf_counter()
         await asyncio.sleep(_TAIL_S)
         self.course.windows.append(Window(what, start, perf_counter(), ranks))
@@ -251,11 +257,11 @@ class _Phase:
         if not await self._load.decoding(self._size.decoding, self._size.left, _DECODING_S):
             raise _Stuck(f"fewer than {self._size.decoding} streams decode after {_DECODING_S:g} s")
 
-    def _until_ended(self, ask: Callable[[], int | None]) -> Operation:
-        number = ask()
+    async def _ended(self, ask: Callable[[], int | None]) -> Operation:
+        number = await asyncio.to_thread(ask)
         if number is None:
             raise _Stuck("the cluster says that nothing has to change")
-        return self._cluster.wait(number, _OPERATION_S)
+        return await asyncio.to_thread(self._cluster.wait, number, _OPERATION_S)
 
     async def _settle(self) -> None:
         self._status, self._active = await asyncio.to_thread(settled, self._cluster)

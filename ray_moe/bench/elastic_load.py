@@ -11,6 +11,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -158,7 +159,7 @@ class Load:
 
 
 def _distances(values: list[int]) -> list[int]:
-    return values[:1] + [after - before for before, after in zip(values, values[1:], strict=False)]
+    return values[:1] + [after - before for before, after in pairwise(values)]
 
 
 def _runs(values: list[int]) -> list[list[int]]:

@@ -163,6 +163,19 @@ def first_and_last(samples: Sequence[Sample], count: int = 5) -> dict[str, dict[
     return {name: {end: mean(each.get(name, 0) for each in some) for end, some in ends.items()} for name in names}
 
 
+def growth_of_survivors(samples: Sequence[Sample]) -> dict[str, float]:
+    """Bytes of resident memory that a rank gained per cycle that it stayed through, over the ranks that did."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    for sample in samples:
+        for rank, peer in sample.peers.items():
+            seen[rank].append(peer["rss_bytes"])
+    stayed = [sizes for sizes in seen.values() if len(sizes) > 1]
+    if not stayed:
+        return {}
+    gained, cycles = sum(sizes[-1] - sizes[0] for sizes in stayed), sum(len(sizes) - 1 for sizes in stayed)
+    return {"ranks": len(stayed), "cycles": cycles, "bytes_per_cycle": gained / cycles}
+
+
 def _summed(kind_of: Mapping[int, str]) -> dict[str, dict[str, int]]:
     sums: dict[str, dict[str, int]] = {}
     for pid, kind in kind_of.items():

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ray_moe.bench.elastic import Course, Event, Size, measure
-from ray_moe.bench.elastic_resident import first_and_last
+from ray_moe.bench.elastic_resident import first_and_last, growth_of_survivors
 from ray_moe.bench.elastic_seen import (
     CONTROL,
     Gaps,
@@ -21,6 +21,7 @@ from ray_moe.bench.elastic_seen import (
     gaps_of,
     inexact,
     longest_gap,
+    switch_gaps,
 )
 from ray_moe.bench.report import Row, provenance, write
 from ray_moe.controlplane.operations import Stage
@@ -33,26 +34,35 @@ _METHOD = {
     "token_exact": "against the same requests, greedy and seeded, on a placement that stood still",
     "slots of the next step": "in every rebalance one layer keeps none of its physical slots (rank and pool slot), so "
     "that whatever a stream's token routes to in that layer is served by another slot than the step before",
+    "switch gaps": "from a stream's last delivery of one generation to its first of the next",
     "peaks": "most bytes of resident slots of each rank so far, beside the most that plans needed there",
     "memory": "means over the first and the last cycles, between changes; processes on this machine by kind",
 }
 
 
 def run(size: Size, out: Path) -> list[Row]:
-    """Measure; write `elastic.json` and the raw timestamps under `out`. Returns the rows."""
-    courses = measure(size)
+    """Measure; write `elastic.json` and the raw timestamps under `out` after each phase. Returns the rows."""
+    courses: list[Course] = []
+    for course in measure(size):
+        courses.append(course)
+        rows = store(courses, out)
+    return rows if courses else []
+
+
+def store(courses: Sequence[Course], out: Path) -> list[Row]:
+    """Both files under `out`; returns the rows."""
     rows = [row_of(course) for course in courses]
+    raw = {**provenance(), "courses": [raw_of(course) for course in courses]}
     out.mkdir(parents=True, exist_ok=True)
     with gzip.GzipFile(out / RAW, "wb", mtime=0) as file:
-        text = json.dumps({**provenance(), "courses": [raw_of(course) for course in courses]}, separators=(",", ":"))
-        file.write(text.encode())
+        file.write(json.dumps(raw, separators=(",", ":")).encode())
     write(out / "elastic.json", rows, method=_METHOD, raw=RAW)
     return rows
 
 
-def table(rows: Sequence[Row]) -> list[Row]:
-    """What people are shown: plain values."""
-    return [{name: value for name, value in row.items() if not isinstance(value, dict | list)} for row in rows]
+def table(row: Row) -> list[Row]:
+    """What people are shown: a line for each plain value."""
+    return [{"figure": name, "value": value} for name, value in row.items() if not isinstance(value, dict | list)]
 
 
 def row_of(course: Course) -> Row:
@@ -62,6 +72,7 @@ def row_of(course: Course) -> Row:
     disordered = disorders(streams, course.epoch_of)
     changing = [window for window in windows if window.what != CONTROL]
     control = [window for window in windows if window.what == CONTROL]
+    switches = switch_gaps(streams)
     undone = [event for event in course.events if event.operation.stage is not Stage.DONE]
     rounds = len(course.samples) if course.name == "resize" else len(course.events)
     return {
@@ -83,6 +94,8 @@ def row_of(course: Course) -> Row:
         "disorders": disordered[:_SHOWN],
         "operations_not_done": [f"{event.operation.stage}: {event.operation.reason}" for event in undone][:_SHOWN],
         **_gap_columns(gaps_of(streams, changing), gaps_of(streams, control)),
+        "switch_gap_median_s": median(switches) if switches else None,
+        "switch_gap_max_s": max(switches, default=None),
         "max_gap_anywhere_s": longest_gap(streams),
         "operation_median_s": median(event.seconds for event in course.events) if course.events else None,
         "operation_max_s": max((event.seconds for event in course.events), default=None),
@@ -118,26 +131,28 @@ def _of_rebalances(course: Course) -> dict[str, Any]:
 
 
 def _of_resizes(course: Course) -> dict[str, Any]:
-    def beside(what: Callable[[Window], bool]) -> dict[str, Any]:
-        found = gaps_of(course.streams, filter(what, course.windows))
-        return found.columns() if found is not None else {}
-
-    ranks = sorted({window.ranks for window in course.windows if window.what == CONTROL})
+    by_change: dict[str, list[Window]] = {}
+    control_by_ranks: dict[int, list[Window]] = {}
+    for window in course.windows:
+        if window.what == CONTROL:
+            control_by_ranks.setdefault(window.ranks, []).append(window)
+        else:
+            by_change.setdefault(window.what, []).append(window)
     return {
         "cycles": len(course.samples),
         "ranks_used": len({rank for sample in course.samples for rank in sample.peers}),
         "moved_requests": sum(event.moved_requests for event in course.events),
         "streams_across_a_switch_min": min((_across(course, event) for event in course.events), default=0),
-        "by_change": {
-            what: beside(lambda window, what=what: window.what == what)  # type: ignore[misc]
-            for what in dict.fromkeys(event.what for event in course.events)
-        },
-        "control_by_ranks": {
-            count: beside(lambda window, count=count: window.what == CONTROL and window.ranks == count)  # type: ignore[misc]
-            for count in ranks
-        },
+        "by_change": {what: _columns(course, windows) for what, windows in by_change.items()},
+        "control_by_ranks": {ranks: _columns(course, windows) for ranks, windows in control_by_ranks.items()},
         "memory": first_and_last(course.samples),
+        "rss_growth_of_survivors": growth_of_survivors(course.samples),
     }
+
+
+def _columns(course: Course, windows: Sequence[Window]) -> dict[str, Any]:
+    found = gaps_of(course.streams, windows)
+    return found.columns() if found is not None else {}
 
 
 _OWN_COLUMNS: dict[str, Callable[[Course], dict[str, Any]]] = {"rebalance": _of_rebalances, "resize": _of_resizes}

@@ -138,5 +138,15 @@ def across(streams: Iterable[Stream], generation: int) -> int:
     )
 
 
+def switch_gaps(streams: Iterable[Stream]) -> list[float]:
+    """Seconds from a stream's last delivery of one generation to its first of the next, over all streams."""
+    return [
+        after - before
+        for stream in streams
+        for (before, old), (after, new) in pairwise(zip(stream.times, stream.generations, strict=True))
+        if new != old
+    ]
+
+
 def _coordinates(stream: Stream) -> Iterator[tuple[int, int, int]]:
     return zip(stream.steps, stream.epochs, stream.generations, strict=True)

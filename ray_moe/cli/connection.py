@@ -21,6 +21,7 @@ from ray_moe.cli import records
 from ray_moe.cli.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, answers, environment_of
 from ray_moe.cli.records import Record
 from ray_moe.errors import ConfigError, NotServingError
+from ray_moe.priority import USUAL_PRIORITY
 
 if TYPE_CHECKING:
     from ray_moe.config import ClusterConfig
@@ -46,7 +47,7 @@ def cpus_for(config: ClusterConfig) -> int:
 @contextmanager
 def local_ray(num_cpus: int) -> Iterator[None]:
     """A Ray of this process alone, gone when the block ends. It listens on loopback and asks for a token."""
-    environment = dict(LOOPBACK_ONLY)
+    environment = LOOPBACK_ONLY | USUAL_PRIORITY
     if not any(os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         # Left to itself, Ray would write a token into the home directory.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -156,7 +156,7 @@ class Verb:
 
     def _watch(self, number: int) -> Operation:
         try:
-            with _watching(self.out) as draw:
+            with watching(self.out) as draw:
                 while True:
                     operation = self.cluster.wait(number, _LOOK_S)
                     if operation.ended:
@@ -188,7 +188,7 @@ def _document(operation: Operation) -> dict[str, Any]:
 
 
 @contextmanager
-def _watching(out: Output) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def watching(out: Output) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """On a terminal a line that lives; elsewhere a line for every stage, wave and failure."""
     from ray_moe.observe.operations import progress_line, progress_view
 

@@ -21,6 +21,7 @@ from ray_moe.cli import records
 from ray_moe.cli.records import Head, Record
 from ray_moe.deadline import Deadline, pause
 from ray_moe.errors import ConfigError, NotServingError, RayMoEError
+from ray_moe.priority import USUAL_PRIORITY
 
 OBJECT_STORE_BYTES = 200 * 1024**2
 # Ray's name for "this machine is a cluster by itself": with it off, every Ray process binds to 127.0.0.1 instead of all
@@ -147,7 +148,8 @@ def _token_file(name: str) -> Path | None:
 
 
 def _head_environment(token_file: Path | None) -> Mapping[str, str]:
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | LOOPBACK_ONLY
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment |= LOOPBACK_ONLY | USUAL_PRIORITY
     # On SIGTERM Ray would wait up to this long for actors to leave; `down` has stopped ours by then.
     environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     if token_file is not None:

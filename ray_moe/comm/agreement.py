@@ -21,7 +21,8 @@ class StepRecord:
     """One peer's line. `release64` and `header64` are 63-bit digests; row counts are upper bounds for the step.
 
     `staged_generation` is the newest generation whose lease this peer holds, `staged_epoch` the newest epoch whose
-    group it has joined.
+    group it has joined. `roles` numbers the division of steps among releases that the step was planned under,
+    `roles64` digests it, `staged_roles` is the newest one that this peer is ready for.
     """
 
     release64: int
@@ -35,14 +36,17 @@ class StepRecord:
     stop: int
     staged_generation: int
     staged_epoch: int
+    roles: int = 0
+    roles64: int = 0
+    staged_roles: int = 0
 
     def to_tensor(self) -> Tensor:
-        """int64 [11], on the host: the agreement never touches the device."""
+        """int64 [14], on the host: the agreement never touches the device."""
         return torch.tensor(astuple(self), dtype=torch.int64)
 
     @staticmethod
     def lines(gathered: Tensor) -> tuple[StepRecord, ...]:
-        """The peers' records from [P, 11], in peer-slot order."""
+        """The peers' records from [P, 14], in peer-slot order."""
         return tuple(StepRecord(*line) for line in gathered.tolist())
 
 
@@ -51,7 +55,8 @@ class Agreement:
     """What every peer does in `step`: which units run, in this order, and what takes effect at the boundary before it.
 
     A unit runs when any peer planned rows for it; the others join with zero rows. `generation` and `epoch` are the ones
-    that the step runs under: the minimum over the peers of what they have staged.
+    that the step runs under: the minimum over the peers of what they have staged. `roles`, a minimum too, is for the
+    steps that are planned from now on: this one is planned already.
     """
 
     step: int
@@ -62,20 +67,25 @@ class Agreement:
     stop: bool
     generation: int
     epoch: int
+    roles: int = 0
 
 
 def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
     """Fold the peers' records of one step.
 
     `opening` is the first agreement of an epoch: members of the last one and members that have just come need not have
-    counted the same steps, and go on from the highest (DESIGN section 4). Raises `AgreementError` naming the field and
-    the two peer slots that differ.
+    counted the same steps and roles, and go on from the highest (DESIGN section 4). Raises `AgreementError` naming the
+    field and the two peer slots that differ.
     """
     if opening:
         first_step = max(record.step for record in records)
-        records = [replace(record, step=first_step) for record in records]
+        roles = max(record.roles for record in records)
+        records = [
+            replace(record, step=first_step, roles=roles, staged_roles=max(roles, record.staged_roles))
+            for record in records
+        ]
     first = records[0]
-    for name in ("release64", "header64", "generation", "epoch", "step"):
+    for name in ("release64", "header64", "generation", "epoch", "step", "roles", "roles64"):
         for peer, record in enumerate(records):
             if getattr(record, name) != getattr(first, name):
                 raise AgreementError(
@@ -87,6 +97,8 @@ def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
             raise AgreementError(f"step {first.step}: peer slot {peer} planned a negative number of rows: {record}")
         if record.staged_generation < record.generation or record.staged_epoch < record.epoch:
             raise AgreementError(f"step {first.step}: peer slot {peer} staged less than it serves: {record}")
+        if record.staged_roles < record.roles:
+            raise AgreementError(f"step {first.step}: peer slot {peer} staged less than it plans by: {record}")
     return Agreement(
         step=first.step,
         prefill=any(record.prefill_rows for record in records),
@@ -96,4 +108,5 @@ def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
         stop=all(record.stop for record in records),
         generation=min(record.staged_generation for record in records),
         epoch=min(record.staged_epoch for record in records),
+        roles=min(record.staged_roles for record in records),
     )

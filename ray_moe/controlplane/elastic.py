@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_moe.controlplane.objective import checked_loads
 from ray_moe.controlplane.occupancy import Home, Wanted
 from ray_moe.controlplane.placed import Placed, Shape
 from ray_moe.controlplane.planning import Problem, objective_of, place
@@ -56,31 +57,25 @@ def levelled(
 def solved(serving: PlacementSnapshot, ranks: Sequence[int], slots_per_rank: int, loads_LE: Loads) -> Wanted:
     """The migration-aware solver's answer with every rank's `slots_per_rank` in use, layer by layer.
 
-    Copies follow the loads. Raises `ConfigError` for loads of another shape, `PlacementError` when the experts do not
-    fit, and what the solver raises.
+    Copies follow the loads, at most one of an expert on each rank. Raises `ConfigError` for loads of another shape,
+    `PlacementError` when the experts do not fit, and what the solver raises.
     """
     _require_loads(serving, loads_LE)
     node_of = {domain: number for number, domain in enumerate(dict.fromkeys(serving.topology.owner.values()))}
     owner = {rank.value: node_of[domain] for rank, domain in serving.topology.owner.items()}
-    shape = Shape(tuple(slots_per_rank for _ in ranks), tuple(owner[rank] for rank in ranks))
     layers = {}
     for at, placement in enumerate(serving.layers):
-        experts = placement.num_logical_experts
-        if shape.num_slots < experts:
-            raise PlacementError(
-                f"layer {placement.layer}: {experts} experts need as many slots, {len(ranks)} ranks offer "
-                f"{shape.num_slots}"
-            )
+        slots = min(slots_per_rank, placement.num_logical_experts)
+        shape = Shape(tuple(slots for _ in ranks), tuple(owner[rank] for rank in ranks))
         problem = Problem(
             loads_LE[at : at + 1],
             shape,
             groups=1,
-            objective=objective_of("migration", 1, "none", None, None),
-            prior=_in_place(placement, ranks, shape),
+            objective=objective_of("migration", 1, "rank", None, None),
+            prior=_in_place(placement, ranks, shape, loads_LE[at]),
         )
         phy2log = place(problem, "migration").placed.phy2log_LS[0].tolist()
-        homes = [ranks[slot // slots_per_rank] for slot in range(shape.num_slots)]
-        layers[placement.layer] = tuple(map(Home, homes, phy2log))
+        layers[placement.layer] = tuple(Home(ranks[slot // slots], expert) for slot, expert in enumerate(phy2log))
     return Wanted(layers)
 
 
@@ -89,7 +84,8 @@ def as_given(
 ) -> Wanted:
     """`homes[layer]` are (expert, rank) pairs; a layer that is not named stays as it is.
 
-    Raises `PlacementError` for a layer or rank that is not there, an expert out of range or without a copy.
+    Raises `PlacementError` for a layer or rank that is not there, an expert out of range, without a copy, or twice on
+    one rank.
     """
     known = {placement.layer: placement for placement in serving.layers}
     layers = {}
@@ -107,6 +103,11 @@ def as_given(
             if not 0 <= expert < placement.num_logical_experts:
                 raise PlacementError(
                     f"layer {layer}: expert must be in [0, {placement.num_logical_experts}), found {expert}"
+                )
+        for (expert, rank), count in Counter(pairs).items():
+            if count > 1:
+                raise PlacementError(
+                    f"layer {layer} expert {expert}: rank {rank} must have at most 1 copy, found {count}"
                 )
         missing = set(range(placement.num_logical_experts)) - {expert for expert, _ in pairs}
         if missing:
@@ -139,30 +140,25 @@ def _require_known(serving: PlacementSnapshot, counts: Iterable[tuple[int, int]]
 
 
 def _require_loads(serving: PlacementSnapshot, loads_LE: Loads) -> None:
-    for at, placement in enumerate(serving.layers):
-        wanted = (len(serving.layers), placement.num_logical_experts)
-        if loads_LE.shape != wanted:
-            raise ConfigError(f"loads must be [{wanted[0]} layers, {wanted[1]} experts], found {list(loads_LE.shape)}")
-        if not (np.isfinite(loads_LE[at]).all() and (loads_LE[at] >= 0).all()):
-            raise ConfigError(
-                f"loads of layer {placement.layer} must be finite and >= 0, found {loads_LE[at].tolist()}"
-            )
+    for placement in serving.layers:
+        checked_loads(loads_LE, placement.num_logical_experts, len(serving.layers))
 
 
 def _homes_of(placement: LayerPlacement) -> tuple[Home, ...]:
     return tuple(Home(slot.destination_rank.value, slot.logical_expert_id.value) for slot in placement.slots)
 
 
-def _in_place(placement: LayerPlacement, ranks: Sequence[int], shape: Shape) -> Placed | None:
-    """What is there as the solver sees it; None where ranks do not hold just as many slots as they shall."""
-    by_rank: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for home in _homes_of(placement):
-        if home.rank not in by_rank:
-            return None
-        by_rank[home.rank].append(home.expert)
-    if tuple(map(len, by_rank.values())) != shape.slots_by_rank:
-        return None
-    experts = [expert for rank in ranks for expert in by_rank[rank]]
+def _in_place(placement: LayerPlacement, ranks: Sequence[int], shape: Shape, loads: Loads) -> Placed:
+    """What is there as the solver sees it, as little changed as `shape` takes. The slots that a rank is to have besides
+    are counted as the heaviest experts': whatever comes there moves."""
+    room = shape.slots_by_rank[0]
+    fitted = _Levelling(placement, ranks, room, _counts(placement, ranks, room, None), loads, level=False)
+    heaviest = sorted(range(placement.num_logical_experts), key=lambda expert: (-loads[expert], expert))
+    experts: list[int] = []
+    for rank in ranks:
+        there = [home.expert for home in fitted.homes() if home.rank == rank]
+        others = [expert for expert in heaviest if expert not in there]
+        experts += there + others[: room - len(there)]
     return Placed(shape, placement.num_logical_experts, np.array([experts], np.int64))
 
 
@@ -205,7 +201,14 @@ class _Levelling:
     """One layer: experts by rank, and the load of each rank."""
 
     def __init__(
-        self, placement: LayerPlacement, ranks: Sequence[int], room: int, counts: Sequence[int], loads: Loads
+        self,
+        placement: LayerPlacement,
+        ranks: Sequence[int],
+        room: int,
+        counts: Sequence[int],
+        loads: Loads,
+        *,
+        level: bool = True,
     ) -> None:
         self._ranks, self._room = list(ranks), room
         # A little for every copy, so that ranks level their slots where loads say nothing.
@@ -217,7 +220,7 @@ class _Levelling:
                 self._on[home.rank].append(home.expert)
         self._trim(counts)
         self._complete(counts)
-        self._level()
+        self._level(even=level)
 
     def homes(self) -> tuple[Home, ...]:
         return tuple(Home(rank, expert) for rank in self._ranks for expert in sorted(self._on[rank]))
@@ -248,7 +251,11 @@ class _Levelling:
             self._on[lightest].append(expert)
 
     def _make_way(self, expert: int) -> None:
-        """Ranks with room all have a copy: one of theirs takes over another expert from a rank that has none."""
+        """Ranks with room all have a copy: one of them takes over another expert from a rank that has none.
+
+        There is one: copies that are still missing leave room somewhere, and a rank with room lacks an expert of any
+        rank without.
+        """
         for giver in self._ranks:
             if expert in self._on[giver]:
                 continue
@@ -259,12 +266,12 @@ class _Levelling:
                         self._on[taker].append(other)
                         self._on[giver].append(expert)
                         return
-        raise PlacementError(f"expert {expert} finds no rank for a further copy: {self._room} slots on each are taken")
+        raise AssertionError(f"no rank can take a copy of expert {expert}: {self._on}, {self._room} slots each")
 
-    def _level(self) -> None:
+    def _level(self, *, even: bool) -> None:
         total = sum(map(len, self._on.values()))
         for _ in range(_MOVES_PER_COPY * total):
-            if not (self._move(over_room=True) or self._move(over_room=False)):
+            if not (self._move(over_room=True) or (even and self._move(over_room=False))):
                 return
 
     def _move(self, *, over_room: bool) -> bool:

@@ -207,3 +207,13 @@ class ControlState:
             self,
             operations=tuple(operation if one.number == operation.number else one for one in self.operations),
         )
+
+    def close(self, operation: Operation) -> ControlState:
+        """The state with an operation that has ended in its history: who asked why, and what came of it, without whole
+        placements and loads."""
+        kept = replace(operation, target=None, plan=(), candidate=None, loads_LE=None, bad=frozenset())
+        return replace(
+            self,
+            operations=tuple(one for one in self.operations if one.number != operation.number),
+            history=(*self.history, kept)[-HISTORY_REMEMBERED:],
+        )

@@ -30,7 +30,7 @@ from ray_moe.controlplane.effects import (
 )
 from ray_moe.controlplane.effects import Stage as StageLease
 from ray_moe.controlplane.fetching import Fault, FillOutcome, FromCheckpoint
-from ray_moe.controlplane.operations import CANCELLABLE, ENDED, HISTORY_REMEMBERED, ControlState, Kind, Operation, Stage
+from ray_moe.controlplane.operations import CANCELLABLE, ControlState, Kind, Operation, Stage
 from ray_moe.controlplane.outstanding import (
     candidate_in,
     changes,
@@ -160,12 +160,7 @@ class _Round:
             for operation in self.state.operations:
                 self._advance(operation.number)
         self._settle_members()
-        ended = tuple(operation for operation in self.state.operations if operation.ended)
-        if not ended:
-            return self.state
-        open_still = tuple(operation for operation in self.state.operations if not operation.ended)
-        history = (*self.state.history, *map(_remembered, ended))[-HISTORY_REMEMBERED:]
-        return replace(self.state, operations=open_still, history=history)
+        return self.state
 
     def _bury(self, operation: Operation) -> None:
         """A grow ends with a rank that died on the way; after a restart that is one which is not there any more."""
@@ -194,6 +189,8 @@ class _Round:
         operation = self.state.find(number)
         while not operation.ended and steps[operation.stage](operation):
             operation = self.state.find(number)
+        if operation.ended:
+            self.state = self.state.close(operation)
 
     # Each of these says whether it took an edge.
 
@@ -226,7 +223,7 @@ class _Round:
         coming = {
             rank
             for one in self.state.operations
-            if one.kind is Kind.GROW and one.number < operation.number and one.stage not in _GIVEN_UP
+            if one.kind is Kind.GROW and one.number < operation.number and one.stage is not Stage.UNDOING
             for rank in self._unborn(one)
         }
         if operation.kind is not Kind.SHRINK or not coming:
@@ -368,7 +365,6 @@ class _Round:
         return tuple(rank for rank in operation.ranks if rank not in ranks_of(self.seen.active))
 
 
-_GIVEN_UP = ENDED | {Stage.UNDOING}
 _LEAVING = frozenset({Stage.MOVING, Stage.PUBLISHING, Stage.SWITCHING, Stage.ENDING})
 
 
@@ -378,11 +374,6 @@ def _took(operation: Operation, outcome: FillOutcome) -> Operation:
     kind = "checkpoint" if isinstance(outcome.order.source, FromCheckpoint) else "peer"
     moved = {**operation.moved_bytes, kind: operation.moved_bytes.get(kind, 0) + outcome.nbytes}
     return replace(operation, moved_bytes=moved)
-
-
-def _remembered(operation: Operation) -> Operation:
-    """What `history` keeps: who asked why, and what came of it, without whole placements and loads."""
-    return replace(operation, target=None, plan=(), candidate=None, loads_LE=None, bad=frozenset())
 
 
 def _is_of_now(effect: Effect, operation: Operation) -> bool:

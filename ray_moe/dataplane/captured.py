@@ -156,6 +156,10 @@ class CapturedDecode:
         """Put this generation into the executables' cells, at a step boundary."""
         self._executables.activate(self._layer, self._bindings.values())
 
+    def deactivate(self) -> None:
+        """Empty the layer's cells: this generation is the last of its release here."""
+        self._executables.activate(self._layer, ())
+
     def free(self) -> None:
         """Give the generation's tables up. Raises `BindingError` while one is in use."""
         for binding in self._bindings.values():

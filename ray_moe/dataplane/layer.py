@@ -73,7 +73,8 @@ class LayerCounters:
 
 @dataclass(frozen=True)
 class Invocation:
-    """Which execution of a layer this is: step id, unit kind, and whether it is audited.
+    """Which execution of a layer this is: step id, unit kind, whether it is audited, and whether it is the `shadow` of
+    another one: then its routes are no demand.
 
     Raises `ConfigError` for a unit that the step agreement does not know.
     """
@@ -81,6 +82,7 @@ class Invocation:
     step: int
     unit: Phase
     audit: bool = False
+    shadow: bool = False
 
     def __post_init__(self) -> None:
         if self.unit not in PHASES:
@@ -164,7 +166,7 @@ class ExpertLayer:
             self.adaptive.measured(perf_counter() - started)
         else:
             out_TD = run(eager, hidden_TD)
-        if self.route_counts is not None:
+        if self.route_counts is not None and not invocation.shadow:
             self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
         if sealed is not None:
             routes.verify(sealed)

@@ -35,7 +35,8 @@ from ray_moe.weights.slots import SlotPool
 class GenerationView:
     """What a step runs under. `layers` by the model's layer index, in execution order; they share `policy`.
 
-    `transport` is that of the generation's epoch: views of one epoch share it.
+    `transport` is that of the generation's epoch: views of one epoch share it, or at least its groups. `trunk` is that
+    of the generation's checkpoint.
     """
 
     lease: Lease
@@ -43,6 +44,7 @@ class GenerationView:
     layers: Mapping[int, ExpertLayer]
     policy: ReplicaPolicy
     transport: Transport
+    trunk: Trunk
 
     @property
     def generation(self) -> int:
@@ -52,10 +54,23 @@ class GenerationView:
     def epoch(self) -> int:
         return self.header.epoch
 
+    @property
+    def release_id(self) -> str:
+        return self.header.release_id
+
+    @property
+    def checkpoint(self) -> str:
+        return self.header.checkpoint_version
+
     def activate(self) -> None:
         """Put this generation's bindings into the executables' cells: at a step boundary, on the loop's thread."""
         for captured in self._captured():
             captured.activate()
+
+    def deactivate(self) -> None:
+        """Empty the executables' cells: no other generation of the release follows."""
+        for captured in self._captured():
+            captured.deactivate()
 
     def free(self) -> None:
         """Give the bindings up; the executables stay. Raises `BindingError` while a cell holds one."""
@@ -161,7 +176,9 @@ def build_view(
             route_counts=route_counts,
             adaptive=backend.adaptive_paths(),
         )
-    return GenerationView(lease=lease, header=header, layers=layers, policy=policy, transport=backend.transport)
+    return GenerationView(
+        lease=lease, header=header, layers=layers, policy=policy, transport=backend.transport, trunk=trunk
+    )
 
 
 def _require_resident(snapshot: PlacementSnapshot, rank: GlobalRank, pool: SlotPool) -> None:

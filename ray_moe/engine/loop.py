@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -25,6 +26,7 @@ from ray_moe.engine.generation import Departure, GenerationView
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.pacing import SLEEP_HEARTBEAT_S, Pacing
 from ray_moe.engine.records import Load, Outlet, Refusal, StreamRecord
+from ray_moe.engine.roles import Division, Roles, Turn, hand_on
 from ray_moe.engine.scheduler import Emission, Request, Scheduler
 from ray_moe.engine.state import LOOP_TABLE, LoopCounters, LoopState, Switch
 from ray_moe.engine.trunk import Trunk
@@ -69,17 +71,18 @@ class EngineLoop:
         self.state = LoopState.STARTING
         self.failure: RayMoEError | None = None
         self.counters = LoopCounters()
-        self.load = self._look_at_load()
         self._staged: dict[int, GenerationView | Departure] = {view.generation: view}
         self._newest: GenerationView | Departure = view
+        self.division = Division()
         self._left_behind: list[Transport] = []  # of past epochs: a peer may still be reading from them
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._closed = False
         self._stop = False
+        self.load = self._look_at_load()
         self._pacing = Pacing()
-        self._units = UnitRunner(rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate)
+        self._units = UnitRunner(rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate, self.counters)
         self._demand = DemandReporter(rank, route_counts, demand_every_steps, outlet)
         view.activate()
 
@@ -90,21 +93,24 @@ class EngineLoop:
         """Serve until every peer wants to stop. A broken epoch, or our own error, fails all open requests by name."""
         try:
             self._advance("serve")
-            agreed, plan = self._open_epoch(self.scheduler.plan(0))
+            agreed, plan = self._open_epoch(self._plan(0))
             while not agreed.stop:
                 self._pace(agreed)
                 started = perf_counter()
+                main, roles = self.view, self.division.now
+                turn = roles.of_step(agreed.step, main)  # as it was planned
+                self._take_roles(agreed.roles)
                 self._take_inbox()
-                next_plan = self.scheduler.plan(agreed.step + 1)
+                next_plan = self._plan(agreed.step + 1)
                 ticket = self._offer(next_plan)
-                self._deliver(self._units.run(plan, agreed, self.view), agreed.step)
+                self._deliver(self._units.run(plan, agreed, turn), agreed.step, turn)
+                for gone in hand_on(roles.views(main), self.division.now.views(self.view)):
+                    self.outlet.lease_returned(gone)
                 executed = perf_counter()
                 self.counters.steps_agreed += 1
                 self.counters.committed_step = agreed.step
                 worked, agreed, plan = agreed.prefill or agreed.decode, ticket.result(), next_plan
-                self._demand.step_done(
-                    self.view, self.counters.committed_step, is_last=agreed.generation != self.view.generation
-                )
+                self._demand.step_done(main, self.counters.committed_step, is_last=agreed.generation != main.generation)
                 self._close_left_behind()
                 while agreed.generation != self.view.generation:
                     agreed, plan = self._switch(agreed, plan)
@@ -136,6 +142,9 @@ class EngineLoop:
         self._demand.epoch_opened(agreed.step)
         return agreed, plan.at(agreed.step)
 
+    def _plan(self, step: int) -> StepPlan:
+        return self.scheduler.plan(step, self.division.now.of_step(step, self.view).checkpoint)
+
     def _offer(self, plan: StepPlan) -> _Agreeing:
         header = self.view.header
         record = StepRecord(
@@ -150,8 +159,18 @@ class EngineLoop:
             stop=int(self._stop),
             staged_generation=max(self._staged),
             staged_epoch=self._staged[max(self._staged)].epoch,
+            roles=self.division.now.number,
+            roles64=self.division.now.digest64,
+            staged_roles=self.division.newest_staged,
         )
         return _Agreeing(self.view.transport.group.gather(record.to_tensor()))
+
+    def _take_roles(self, number: int) -> None:
+        """Plan by the agreed roles from here on. The step at hand is planned already, and runs as it was."""
+        main = self.division.take(number).main
+        if main is not None and main.generation > self.view.generation:
+            self.view = self._newest = main
+            self._staged = {main.generation: main}
 
     def _switch(self, agreed: Agreement, plan: StepPlan) -> tuple[Agreement, StepPlan]:
         """Take the agreed generation at this boundary; no local handle of an earlier one is left: steps are whole.
@@ -213,7 +232,8 @@ class EngineLoop:
 
         def admit() -> None:
             try:
-                self.scheduler.submit(request)
+                pinned = request.checkpoint or self.division.now.checkpoint_of(request.request_id, self.view)
+                self.scheduler.submit(replace(request, checkpoint=pinned))
             except RayMoEError as error:
                 self.outlet.deliver([Refusal(request.request_id, error)])
             except Exception as error:  # noqa: BLE001 - one caller's nonsense must not end every peer's epoch
@@ -246,6 +266,16 @@ class EngineLoop:
 
         self.post(add)
         self._newest = following
+
+    def stage_roles(self, roles: Roles) -> None:
+        """Hold a division of steps until all peers have it. Raises as `Division.announce`."""
+        self.division.announce(roles, self.view)
+        self.post(lambda: self.division.stage(roles))
+        self.division.newest = roles.number
+
+    def know(self, trunk: Trunk, shared: Mapping[int, SharedPath]) -> None:
+        """Another checkpoint's trunk, before a view of that checkpoint is staged."""
+        self.post(lambda: self._units.bind(trunk, shared))
 
     @property
     def newest_staged(self) -> GenerationView | Departure:
@@ -297,12 +327,13 @@ class EngineLoop:
     # ---- details ----
 
     def _look_at_load(self) -> Load:
-        scheduler = self.scheduler
+        scheduler, beside = self.scheduler, self.division.now.beside
         return Load(
             waiting=scheduler.counts.waiting,
             running=scheduler.counts.running,
             outstanding_tokens=scheduler.outstanding_tokens,
             kv_blocks_used=scheduler.total_blocks - scheduler.free_blocks,
+            beside=scheduler.open_of(beside.view.checkpoint) if beside is not None else 0,
         )
 
     def _has_news(self) -> bool:
@@ -312,11 +343,11 @@ class EngineLoop:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _deliver(self, emissions: Sequence[Emission], step: int) -> None:
+    def _deliver(self, emissions: Sequence[Emission], step: int, turn: Turn) -> None:
         if not emissions:
             return
         self.counters.tokens_emitted += len(emissions)
-        where = (step, self.view.generation, self.view.epoch)
+        where = (step, turn.view.generation, turn.view.epoch)
         self.outlet.deliver(
             [
                 StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason)

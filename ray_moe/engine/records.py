@@ -95,12 +95,14 @@ class Outlet(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """What the scheduler holds, as of the last step: for other threads, which must not look into it themselves."""
+    """What the scheduler holds, as of the last step: for other threads, which must not look into it themselves.
+    `beside` are open requests of the checkpoint of the view that runs beside the main one."""
 
     waiting: int
     running: int
     outstanding_tokens: int
     kv_blocks_used: int
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,10 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a peer knows about the model once its trunk is loaded; equal on every peer. `gate_dtype` by torch's name."""
+    """What a peer knows about the model once its trunk is loaded; equal on every peer.
+
+    `expert_bytes` are in the dtype of the pools, `gate_dtype` is by torch's name.
+    """
 
     checkpoint_version: str
     moe_layers: tuple[int, ...]

@@ -68,7 +68,8 @@ class Request:
     """What was asked for.
 
     `prefix_ids` are tokens that an earlier submission delivered: generation goes on at index len(prefix_ids), and
-    max_tokens counts them. A request that draws is submitted with its seed (`sampling.admitted`).
+    max_tokens counts them. A request that draws is submitted with its seed (`sampling.admitted`). All its tokens are of
+    one `checkpoint`, named when an engine admits it; its KV is that checkpoint's.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class Request:
     params: SamplingParams
     prefix_ids: tuple[int, ...] = ()
     eos_ids: frozenset[int] = frozenset()
+    checkpoint: str = ""
 
     @property
     def positions(self) -> int:
@@ -124,6 +126,10 @@ class OpenRequest:
     def settled(self) -> bool:
         """Its last token is in flight: nothing is left to plan."""
         return self.expected > self.request.positions
+
+    def is_of(self, checkpoint: str | None) -> bool:
+        """Whether its tokens come from that checkpoint; None takes any."""
+        return checkpoint is None or self.request.checkpoint == checkpoint
 
     @property
     def begun(self) -> bool:

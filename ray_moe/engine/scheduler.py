@@ -168,12 +168,12 @@ class Scheduler:
 
     # ---- a step ----
 
-    def plan(self, step: int) -> StepPlan:
-        """Plans the next step and takes its blocks."""
+    def plan(self, step: int, checkpoint: str | None = None) -> StepPlan:
+        """Plans the next step and takes its blocks; of the requests of one `checkpoint`, where one is named."""
         self._release_settled()
         # Decodes first: they free blocks when they preempt, and a prompt must not take what they need. Whoever was just
         # preempted heads the queue and needs more blocks than it left, so no newcomer gets in at its cost.
-        rows = [*self._plan_decode(), *self._plan_prefill()]
+        rows = [*self._plan_decode(checkpoint), *self._plan_prefill(checkpoint)]
         units = {unit.phase: UnitPlan(step, unit.phase, unit.rows) for unit in split_by_phase(rows, _PHASE)}
         return StepPlan(step, units.get("prefill"), units.get("decode"))
 
@@ -230,6 +230,10 @@ class Scheduler:
         """Whether any request is open."""
         return bool(self._open)
 
+    def open_of(self, checkpoint: str) -> int:
+        """Open requests of one checkpoint."""
+        return sum(opened.is_of(checkpoint) for opened in self._open.values())
+
     @property
     def request_ids(self) -> tuple[str, ...]:
         """The open requests, first come first."""
@@ -261,27 +265,30 @@ class Scheduler:
             self._running.remove(opened)
             self._release(opened)
 
-    def _plan_decode(self) -> list[Row]:
+    def _plan_decode(self, checkpoint: str | None) -> list[Row]:
         rows = []
         for opened in list(self._running):
+            if not opened.is_of(checkpoint):
+                continue
             # The list is a copy: whom an older request preempted meanwhile is waiting now.
             if opened.state is RequestState.DECODE and self._make_room(opened, opened.planned + 1):
                 rows.append(self._take(opened, 1, "decode"))
         return rows
 
-    def _plan_prefill(self) -> list[Row]:
+    def _plan_prefill(self, checkpoint: str | None) -> list[Row]:
         rows = []
         budget = self.max_prefill_tokens
         for opened in self._running:
-            if opened.state is RequestState.PREFILL and budget > 0:
+            if opened.is_of(checkpoint) and opened.state is RequestState.PREFILL and budget > 0:
                 rows.append(self._take(opened, min(opened.expected - opened.planned, budget), "prefill"))
                 budget -= rows[-1].count
-        while budget > 0 and self._waiting and len(self._running) < self.max_decode_rows:
-            opened = self._waiting[0]
-            needed = self._blocks_to_start(opened)
-            if needed > self._allocator.num_free:
+        while budget > 0 and len(self._running) < self.max_decode_rows:
+            # Nobody waits for a turn of another checkpoint: first come, first served holds within each.
+            first = next((one for one in self._waiting if one.is_of(checkpoint)), None)
+            if first is None or self._blocks_to_start(first) > self._allocator.num_free:
                 break
-            self._waiting.popleft()
+            opened, needed = first, self._blocks_to_start(first)
+            self._waiting.remove(opened)
             self._running.append(opened)
             opened.blocks = self._allocator.allocate(needed)
             opened.take(RequestEvent.ADMIT)

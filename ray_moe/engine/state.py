@@ -49,6 +49,35 @@ class Switch:
 
 
 @dataclass
+class ReleaseTally:
+    """What one release did on one peer: exact totals.
+
+    `steps` ran units of this peer or others under it, the first and the last of them by number; `tokens` were
+    delivered. As a shadow it gave `compared` outputs, of which `differing` had another token than the serving release's
+    and `broken` were no finite numbers; the largest difference between logits is `max_difference`. `faults` are units
+    that it could not run.
+    """
+
+    steps: int = 0
+    first_step: int = -1
+    last_step: int = -1
+    tokens: int = 0
+    shadow_steps: int = 0
+    compared: int = 0
+    differing: int = 0
+    broken: int = 0
+    max_difference: float = 0.0
+    faults: int = 0
+
+    def ran(self, step: int, tokens: int) -> None:
+        """`step` ran units under this release."""
+        self.steps += 1
+        self.first_step = step if self.first_step < 0 else self.first_step
+        self.last_step = step
+        self.tokens += tokens
+
+
+@dataclass
 class LoopCounters:
     """Exact totals since the loop started. `committed_step` is the last step that is done.
 
@@ -65,7 +94,11 @@ class LoopCounters:
     bytes_sent: int = 0
     bytes_received: int = 0
     switches: deque[Switch] = field(default_factory=lambda: deque(maxlen=SWITCHES_REMEMBERED))
+    releases: dict[str, ReleaseTally] = field(default_factory=dict)
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+
+    def of_release(self, release_id: str) -> ReleaseTally:
+        return self.releases.setdefault(release_id, ReleaseTally())
 
     def count_work(self, seconds: float) -> None:
         """A step that ran a unit took so long."""

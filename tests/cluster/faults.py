@@ -1,4 +1,4 @@
-"""Faults in a running cluster, and what must hold meanwhile: actors are held, killed and made to lie; streams decode on.
+"""Faults in a running cluster, and what must hold meanwhile: actors are held, killed, made to lie; streams decode on.
 
 Whatever a fault needs inside an actor runs there by `__ray_call__`, which Ray gives every actor: the product has no
 hooks for it.
@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import ray
 from ray.actor import ActorHandle
 
+from ray_moe.actors.fill import CHUNK_BYTES
 from ray_moe.actors.reports import Directory
 from ray_moe.cluster import Cluster
+from ray_moe.controlplane.effects import Peer
 from ray_moe.controlplane.operations import Operation, Stage
 from ray_moe.deadline import ray_get
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import NotServingError
-from ray_moe.placement import PlacementSnapshot
 from ray_moe.sdk import Client
 
 _T = TypeVar("_T")
@@ -47,9 +48,20 @@ def until(condition: Callable[[], _T], seconds: float = SECONDS, what: str = "")
 
 
 def actor_of(cluster: Cluster, role: str | int) -> ActorHandle:
-    """"controller", "routing", or the expert actor of a rank."""
+    """ "controller", "routing", or the expert actor of a rank."""
     name = role if isinstance(role, str) else f"expert-{role}"
     return ray.get_actor(f"{cluster.name}.{name}", namespace=NAMESPACE)
+
+
+def exists(cluster: Cluster, rank: int) -> bool:
+    """Whether the rank has an actor, however far that is."""
+    names = {found["name"] for found in ray.util.list_named_actors(all_namespaces=True)}
+    return f"{cluster.name}.expert-{rank}" in names
+
+
+def report_of(cluster: Cluster, rank: int) -> Peer:
+    """What the rank says of itself."""
+    return ray_get(actor_of(cluster, rank).report.remote(), SECONDS, f"report of rank {rank}")
 
 
 def inside(actor: ActorHandle, work: Callable[..., _T], *args: Any) -> _T:
@@ -67,6 +79,11 @@ def kill(*actors: ActorHandle) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def requests_in(actor: ActorHandle) -> list[str]:
+    """The states of the rank's open requests ("waiting", "prefill", "decode"), oldest first."""
+    return inside(actor, _requests)
+
+
 def hold(actor: ActorHandle, path: str) -> None:
     """Calls of the coroutine function at `path` ("_seats.join") inside the actor wait until `let_go`."""
     inside(actor, _hold, path)
@@ -78,7 +95,7 @@ def let_go(actor: ActorHandle, path: str) -> None:
 
 
 def throttle(actor: ActorHandle, bytes_per_second: float | None) -> None:
-    """From now on the rank takes in and gives out so many bytes per second."""
+    """From now on the rank takes in and gives out so many bytes per second, and asks for one expert at a time."""
     inside(actor, _throttle, bytes_per_second)
 
 
@@ -99,6 +116,10 @@ def refuse_publications(cluster: Cluster, *, refused: bool) -> None:
 
 def _pid(_: Any) -> int:
     return os.getpid()
+
+
+def _requests(instance: Any) -> list[str]:
+    return [opened.state.value for opened in tuple(instance._engine.scheduler._open.values())]
 
 
 def _owner(instance: Any, path: str) -> tuple[Any, str]:
@@ -127,7 +148,9 @@ def _let_go(instance: Any, path: str) -> None:
 
 
 def _throttle(instance: Any, bytes_per_second: float | None) -> None:
-    instance._filler._throttle = type(instance._filler._throttle)(bytes_per_second)
+    filler = instance._filler
+    filler._throttle = type(filler._throttle)(bytes_per_second)
+    filler._chunk_bytes = CHUNK_BYTES if bytes_per_second is None else 1
 
 
 def _corrupt_exports(instance: Any, wrong: bool) -> None:
@@ -168,15 +191,14 @@ def _corrupt_reads(instance: Any, wrong: bool) -> None:
 
 
 def _refuse_publications(instance: Any, refused: bool) -> None:
-    registry = instance._registry
-    registry.__dict__.pop("publish", None)
-    if not refused:
-        return
+    instance._registry.__dict__.pop("publish", None)
+    if refused:
+        instance._registry.publish = _refuse
 
-    def refuse(_: PlacementSnapshot) -> None:
-        raise NotServingError("the registry takes nothing now")
 
-    registry.publish = refuse
+def _refuse(*_: object) -> None:
+    """Belongs to this module, because the registry is pickled with it."""
+    raise NotServingError("the registry takes nothing now")
 
 
 # -- Operations
@@ -235,14 +257,17 @@ def left_over(cluster: Cluster, first_ranks: Sequence[int] = (0, 1)) -> dict[str
     active = cluster.placement()
     ranks, found = ranks_of(cluster), {}
     names = {f"{cluster.name}.{role}" for role in ("controller", "routing", *(f"expert-{rank}" for rank in ranks))}
+    mine = f"{cluster.name}."
     actors = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    actors = {name for name in actors if name.startswith(mine)}
     rooms = {room["name"] for room in ray.util.placement_group_table().values() if room["state"] != "REMOVED"}
+    rooms = {name for name in rooms if name.startswith(mine)}
     if actors != names:
         found["actors"] = actors ^ names
     if rooms != {f"{cluster.name}.expert-{rank}" for rank in ranks if rank not in first_ranks}:
         found["placement groups"] = rooms
     for rank in ranks:
-        peer = ray_get(actor_of(cluster, rank).report.remote(), SECONDS, f"report of rank {rank}")
+        peer = report_of(cluster, rank)
         used = {
             (layer.layer, slot.pool_slot): slot.parameter_digest
             for layer in active.layers
@@ -251,7 +276,8 @@ def left_over(cluster: Cluster, first_ranks: Sequence[int] = (0, 1)) -> dict[str
         }
         if dict(peer.slots) != used:
             found[f"slots of rank {rank}"] = set(peer.slots.items()) ^ set(used.items())
-        if peer.epochs != {active.group.epoch}:
+        # The one before goes when the next generation is staged; its groups are closed.
+        if max(peer.epochs) != active.group.epoch or len(peer.epochs) > 2:
             found[f"epochs of rank {rank}"] = peer.epochs
         if not peer.admitting:
             found[f"rank {rank}"] = "admits nothing"

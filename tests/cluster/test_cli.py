@@ -106,6 +106,13 @@ def test_the_demo_chats_over_http_and_equals_transformers(shell: Shell) -> None:
     assert sum(rank["rows_dispatched"] for rank in made["ranks"]) == sum(
         rank["rows_computed"] for rank in made["ranks"]
     )
+    act = made["elastic"]
+    assert act["token_exact"] is True and act["tokens"] > 0
+    assert [change["kind"] for change in act["changes"]] == ["rebalance", "grow", "shrink"]
+    assert act["hottest"]["copies"] > act["hottest"]["copies_before"]
+    assert act["ranks"] == [1, 2, 3, 4], "rank 4 joined, rank 0 left"
+    epochs = [placement["epoch"] for placement in act["placements"]]
+    assert epochs == sorted(epochs) and set(epochs) == {0, 1, 2}
     assert_nothing_is_left(shell)
 
 

@@ -52,6 +52,7 @@ class Actor:
     meeting: set[int] = field(default_factory=set)
     staged: dict[int, int] = field(default_factory=dict)
     departs: int = -1
+    boundary: int = 0  # the generation that all have agreed to take, until this one does
     leases: dict[int, Lease] = field(default_factory=dict)
     lived: list[tuple[int, int]] = field(default_factory=list)  # (epoch, generation), in the order in which it served
     step: int = -1

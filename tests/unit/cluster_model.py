@@ -46,8 +46,8 @@ class Call:
 class Faults:
     """`refused` calls fail at once, `unheard` ones are taken to have failed and did all they should: probabilities.
 
-    With `late` an actor begins none of its calls in a tick. `longest` are ticks that a call may take wherever it takes
-    time, `join_ticks` those after which a join gives up. `kinds` are the effects that can fail, all where empty.
+    With `late` an actor begins none of its calls in a tick, and a report does not come with a look. `longest` are ticks
+    that a call may take wherever it takes time, `join_ticks` those after which a join gives up.
     """
 
     refused: float = 0.0
@@ -55,18 +55,21 @@ class Faults:
     late: float = 0.0
     longest: int = 1
     join_ticks: int = 60
-    kinds: tuple[type, ...] = ()
 
 
 CALM = Faults()
 
 
 class World:
-    """`corrupt` are sources of wrong parameters: (rank, layer, pool slot), or ("checkpoint", layer, expert)."""
+    """`corrupt` are sources of wrong parameters: (rank, layer, pool slot), or ("checkpoint", layer, expert).
 
-    def __init__(self, first: PlacementSnapshot, seed: int = 0, faults: Faults = CALM) -> None:
+    `failing` is how many calls of a kind fail from now on, `held` are operations whose calls do not go on once begun,
+    `slow` are ranks that do not come to their next boundary.
+    """
+
+    def __init__(self, first: PlacementSnapshot, seed: int, faults: Faults, final_after_steps: int) -> None:
         self.rng, self.faults, self.now = Random(seed), faults, 1000.0
-        self.registry = PlacementRegistry(final_after_steps=1)
+        self.registry = PlacementRegistry(final_after_steps=final_after_steps)
         self.registry.publish(first)
         self.published = [first]
         self.groups: dict[int, ProcessGroupSpec] = {first.group.epoch: first.group}
@@ -77,6 +80,9 @@ class World:
         self.own: deque[Call] = deque()
         self.to_registry: deque[Call] = deque()
         self.corrupt: set[tuple[Any, int, int]] = set()
+        self.failing: dict[type, int] = {}
+        self.held: set[int] = set()
+        self.slow: set[int] = set()
         self.returning: list[Lease] = []
         self.told: tuple[int, tuple[int, ...]] = (0, ranks_of(first))  # the members that clients know
         self.opened = self.finished = self.homeless = 0  # requests
@@ -99,7 +105,7 @@ class World:
                 while queue:
                     self._begin(queue.popleft())
         for call in list(self.begun):
-            if not call.ended:
+            if not call.ended and getattr(call.effect, "operation", 0) not in self.held:
                 self._go_on(call)
         self.begun = [call for call in self.begun if not call.ended]
         self._meet()
@@ -142,15 +148,17 @@ class World:
             self.registry.release(lease)
 
     def pause(self) -> Generator[None, None, None]:
-        for _ in range(self.rng.randint(0, self.faults.longest)):
+        for _ in range(max(self.rng.randint(0, self.faults.longest), bool(self.held))):
             yield
 
     def _begin(self, call: Call) -> None:
-        can_fail = not self.faults.kinds or isinstance(call.effect, self.faults.kinds)
-        if can_fail and self.chance(self.faults.refused):
-            call.end("refused")
+        kind = type(call.effect)
+        fails = self.failing.get(kind, 0) > 0
+        if fails or self.chance(self.faults.refused):
+            self.failing[kind] = self.failing.get(kind, 0) - fails
+            call.end(f"{kind.__name__} was refused")
             return
-        call.unheard = can_fail and self.chance(self.faults.unheard)
+        call.unheard = self.chance(self.faults.unheard)
         call.work = RUN[type(call.effect)](self, call.effect)
         self._go_on(call)
         if not call.ended:
@@ -177,19 +185,23 @@ class World:
     # -- engines and clients
 
     def _step_engines(self) -> None:
-        """One agreed step in every epoch; who has served already never waits for somebody who has not begun."""
+        """One agreed step in every epoch. Each member takes an agreed boundary when it comes to it, all at the same
+        step; who has served already never waits for somebody who has not begun."""
         for epoch in sorted({actor.epoch for actor in self.actors.values() if actor.serves}):
             group = [self.actors.get(rank.value) for rank in self.groups[epoch].peers]
             here = [actor for actor in group if actor is not None and actor.serves and actor.epoch == epoch]
-            if len(here) < len(group):
-                broken = any(rank.value not in self.actors for rank in self.groups[epoch].peers)
-                assert broken or all(len(actor.lived) == 1 for actor in here), f"epoch {epoch} waits for its members"
-                continue
-            agreed, step = min(actor.newest for actor in here), 1 + max(actor.step for actor in here)
-            for actor in here:
-                actor.step = step
-                if agreed > actor.generation:
-                    self._switch(actor, agreed)
+            waited_for = [actor for actor in group if actor is not None and actor not in here]
+            if len(here) == len(group) and not any(actor.boundary for actor in here):
+                agreed, step = min(actor.newest for actor in here), 1 + max(actor.step for actor in here)
+                for actor in here:
+                    actor.step, actor.boundary = step, agreed * (agreed > actor.generation)
+            elif len(here) + len(waited_for) == len(group) and not any(actor.boundary for actor in here):
+                new = all(len(actor.lived) == 1 for actor in here)
+                assert new or all(actor.boundary for actor in waited_for), f"epoch {epoch} waits for its members"
+        for actor in self.actors.values():
+            if actor.boundary and actor.rank not in self.slow and not self.chance(self.faults.late / 2):
+                generation, actor.boundary = actor.boundary, 0
+                self._switch(actor, generation)
 
     def _switch(self, actor: Actor, generation: int) -> None:
         for old in [old for old in actor.staged if old < generation]:

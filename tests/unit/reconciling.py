@@ -68,13 +68,23 @@ def first_placement(homes: Homes, capacity: int) -> PlacementSnapshot:
 class Run:
     """`control` is what the controller has saved; what it remembers besides is lost in a `crash`."""
 
-    def __init__(self, homes: Homes, capacity: int, spare: int = 1, seed: int = 0, faults: Faults = CALM) -> None:
+    def __init__(
+        self,
+        homes: Homes,
+        capacity: int,
+        *,
+        spare: int = 1,
+        seed: int = 0,
+        faults: Faults = CALM,
+        final_after_steps: int = 1,
+    ) -> None:
         first = first_placement(homes, capacity)
-        self.world = World(first, seed, faults)
+        self.world = World(first, seed, faults, final_after_steps)
         self.storage = Storage(capacity, spare, EXPERT_BYTES)
         self.control = ControlState(next_rank=1 + max(ranks_of(first)), next_epoch=2)
         self.seen_stages: dict[int, list[Stage]] = {}  # by operation, each once in a row
         self.reasons: dict[int, list[str]] = {}
+        self.seen_members: list[tuple[int, ...]] = []
         self.broken = False  # a serving rank died: nothing is changed any more
         self._forget()
         self._figure: tuple[tuple[int, int], Slots, int] = ((0, 0), frozenset(), 0)
@@ -119,15 +129,31 @@ class Run:
     def serving(self) -> tuple[int, ...]:
         return tuple(sorted(rank for rank, actor in self.world.actors.items() if actor.serves))
 
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """The ranks once everything that was asked for is done."""
+        return asking.expected_ranks(self.control, self.serving)
+
+    @property
+    def coming(self) -> list[int]:
+        """Actors that no generation knows yet."""
+        known = {rank for snapshot in self.world.registry.live() for rank in ranks_of(snapshot)}
+        return sorted(set(self.world.actors) - known)
+
     # -- rounds
 
     def step(self) -> None:
         """The world goes on, then the controller: takes in what has ended, looks, decides, saves, begins."""
+        self.begin(self.decide_next())
+
+    def decide_next(self) -> tuple[Effect, ...]:
+        """A round up to what is to be begun."""
         self.world.tick()
         self.check()
         self.absorb()
-        self.begin(self.decide())
+        wanted = self.decide()
         self.check()
+        return wanted
 
     def absorb(self) -> None:
         for effect, call in [(effect, call) for effect, call in self.running.items() if call.ended]:
@@ -144,6 +170,13 @@ class Run:
         self._save(control)
         return wanted
 
+    def decide_at(self, now: float) -> tuple[Effect, ...]:
+        """What would be begun at that time."""
+        before, self.world.now = self.world.now, now
+        wanted = self.decide()
+        self.world.now = before
+        return wanted
+
     def begin(self, wanted: Sequence[Effect]) -> None:
         for effect in wanted:
             if effect not in self.running:
@@ -153,7 +186,6 @@ class Run:
         """The controller dies, and is started again with what it has saved."""
         self.world.forget_controller()
         self._forget()
-        self.broken = any(rank not in self.world.actors for rank in ranks_of(self.world.registry.active()))
 
     def _look(self) -> Observed | None:
         """Reports are what a rank said when it was asked, which may be a while ago; the registry is asked first."""
@@ -163,8 +195,8 @@ class Run:
         for rank in [rank for rank in world.dead if rank not in self._lost]:
             if not world.chance(world.faults.late):
                 self._lost.add(rank)
-                self.broken = self.broken or rank in ranks_of(live[-1])
         there = (*world.actors, *(rank for rank in world.dead if rank not in self._lost))
+        self.broken = self.broken or not set(ranks_of(live[-1])) <= set(there)
         for rank, actor in world.actors.items():
             self._asked.setdefault(rank, actor.report())
             if not world.chance(world.faults.late):
@@ -179,6 +211,8 @@ class Run:
         assert control.next_epoch >= before.next_epoch and control.next_rank >= before.next_rank
         version = before.members_version + (control.members != before.members)
         assert control.members_version == version, "a version of the members is theirs alone"
+        if control.members != before.members:
+            self.seen_members.append(control.members)
         for operation in (*control.history, *control.operations):
             stages = self.seen_stages.setdefault(operation.number, [])
             if not stages or stages[-1] is not operation.stage:
@@ -190,12 +224,25 @@ class Run:
     # -- until
 
     def until(self, number: int, stage: Stage) -> None:
-        """Go on until the operation is in that stage."""
+        """Go on until the operation is in that stage, and what that takes was begun."""
+        self.begin(self.come_to(number, stage))
+
+    def come_to(self, number: int, stage: Stage) -> tuple[Effect, ...]:
+        """Go on until the operation is in that stage; what is to be begun then."""
         for _ in range(_ROUNDS_AT_MOST):
+            wanted = self.decide_next()
             if self.control.find(number).stage is stage:
-                return
-            self.step()
+                return wanted
+            self.begin(wanted)
         raise AssertionError(f"operation {number} is {self.control.find(number)}, and does not come to {stage}")
+
+    def until_reason(self, number: int) -> str:
+        """Go on until the operation says what is wrong."""
+        for _ in range(_ROUNDS_AT_MOST):
+            self.step()
+            if self.control.find(number).reason:
+                return self.control.find(number).reason
+        raise AssertionError(f"operation {number} has no reason")
 
     def settle(self) -> None:
         """No more faults: go on until everything that was asked for has ended, and nothing is done any more."""
@@ -219,6 +266,11 @@ class Run:
         return self.world.registry.active()
 
     @property
+    def figure(self) -> int:
+        """Bytes that the wave under way, or the last one, holds resident at the most."""
+        return self._figure[2]
+
+    @property
     def changing(self) -> list[Operation]:
         return [operation for operation in self.control.operations if changes(operation)]
 
@@ -228,7 +280,9 @@ class Run:
         for snapshot in live:
             for rank in ranks_of(snapshot):
                 if rank not in world.actors:  # it has left, and nobody serves what it was in, or it died
-                    users = [one for one in world.actors.values() if one.serves and one.generation == snapshot.generation]
+                    users = [
+                        one for one in world.actors.values() if one.serves and one.generation == snapshot.generation
+                    ]
                     assert rank not in world.ended or not users
                     continue
                 for layer, slot in slots_of(snapshot, rank):

@@ -61,8 +61,8 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "sdk": ACTORS | {"models"},
     "serve": ACTORS | {"models", "cluster", "sdk", "text"},
     "batch": DOORS,
-    "bench": DOORS | {"observe"},
-    "cli": DOORS | {"observe", "batch", "bench"},
+    "bench": DOORS | {"observe", "priority"},
+    "cli": DOORS | {"observe", "batch", "bench", "priority"},
 }
 
 # Library -> the only places that may import it.
@@ -100,6 +100,7 @@ ALLOWED_WAITS: dict[str, str] = {
     # The product's own Ticket: its result() waits in deadline.wait_work under the group's deadline.
     "comm.gloo: self._group.wait": "GlooGroup.wait is where the ticket does so",
     "comm.gloo: self._gather(self._open(self._payload), line).result": "the count exchange's ticket",
+    "cli.elastic: self.cluster.wait": "Cluster.wait waits in deadline.ray_get, under the seconds that it is given",
     "actors.lookout: asked.task.result": "the task is done",
     "bench.layer: transport.group.gather(record).result": "the same ticket, timed",
     "engine.loop: self._offer(plan).result": "the step agreement's ticket",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from ray_moe.actors.reports import OperationRow
-from ray_moe.cli.elastic import Seats, homes_in, replica_counts
+from ray_moe.cli.elastic import Seats, homes_in, replica_counts, watching
 from ray_moe.cli.main import run
+from ray_moe.cli.output import Output
 from ray_moe.controlplane.operations import ENDED, ByCounts, ByHomes, Kind, Operation, Stage
 from ray_moe.controlplane.preview import preview
 from ray_moe.controlplane.publication import Storage
@@ -199,6 +201,29 @@ def test_progress_tells_stage_wave_seconds_bytes_and_the_last_failure() -> None:
     ]
     queued = operation(Stage.QUEUED, Kind.SHRINK, ranks=(2,))
     assert progress_line(queued, now=999.0) == "operation 3 (shrink of rank 2): queued, 0.0 s", "clocks may differ"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_one_view_that_lives_and_a_pipe_one_line_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [operation(Stage.FILLING), operation(Stage.FILLING), operation(Stage.PUBLISHING)]
+    for stderr in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setenv("TERM", "xterm")
+        with watching(Output(False, io.StringIO(), stderr)) as draw:
+            for row in rows:
+                draw(row)
+        shown = stderr.getvalue()
+        if stderr.isatty():
+            assert "waits for the registry to publish" in shown
+        else:
+            told = [re.sub(r", [\d.]+ s", "", line) for line in shown.splitlines()]
+            assert told == ["operation 3 (rebalance): filling", "operation 3 (rebalance): publishing"]
 
 
 def test_how_it_ended_is_one_line() -> None:
