@@ -134,6 +134,13 @@ def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int,
     )
 
 
+def transport_over(config: ClusterConfig, joined_as: ClusterConfig, seat: Transport) -> Transport:
+    """A release's own transport over the groups that this peer has joined for another release's configuration."""
+    if (config.transport, config.transport_chunks) == (joined_as.transport, joined_as.transport_chunks):
+        return seat
+    return transport_named(config.transport, seat.group, chunks=config.transport_chunks)
+
+
 def handle_abi(config: ClusterConfig) -> HandleABI:
     """What the peers of this cluster put on the wire, and who applies the gate."""
     return HandleABI(

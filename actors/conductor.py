@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
@@ -25,7 +26,9 @@ from ray_moe.controlplane.effects import Effect, Fill, Observed
 from ray_moe.controlplane.fetching import FillOutcome
 from ray_moe.controlplane.operations import ControlState, Operation, Stage
 from ray_moe.controlplane.reconcile import absorb, cancel, reconcile
+from ray_moe.controlplane.rollout import Rollout
 from ray_moe.deadline import Deadline, wait_for
+from ray_moe.engine.records import ModelFacts
 from ray_moe.errors import DeadlineError, NotAvailableError, RayMoEError
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +57,9 @@ class Conductor:
     ) -> None:
         self._config, self._record, self._journal, self._look = config, record, journal, look
         self._memory = memory
-        self._runner = EffectRunner(config, peers, routing, record.facts, record.model_path, record.storage, store)
+        self._runner = EffectRunner(
+            record.config or config, peers, routing, record.facts, record.model_path, record.storage, store
+        )
         self._running: dict[Effect, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
         self._round_over = asyncio.Condition()
@@ -98,16 +103,19 @@ class Conductor:
 
     async def _act(self, effect: Effect) -> None:
         """Run one effect to its end, and take note of it."""
-        failure, refused = "", False
+        failure, refused, of_operation = "", False, bool(getattr(effect, "operation", 0))
         outcomes: tuple[FillOutcome, ...] = ()
         try:
             outcomes = tuple(await self._runner.run(effect))
         except (RayMoEError, RayActorError, OSError) as error:
             failure, refused = str(error).partition("\n")[0], isinstance(error, NotAvailableError)
             _LOG.warning("%s: %s: %s", self._config.name, type(effect).__name__, failure)
+            if not of_operation:  # nobody counts its attempts
+                await asyncio.sleep(_IDLE_TICK_S)
         finally:
             del self._running[effect]
-            self._news.set()
+            if of_operation:
+                self._news.set()
         self._save(absorb(self.control, effect, failure, outcomes, time.time(), refused=refused))
 
     def _save(self, control: ControlState, seen: Observed | None = None, memory: bytes | None = None) -> None:
@@ -119,6 +127,24 @@ class Conductor:
         record = replace(self._record, control=control, live=live, memory=memory)
         self._journal.write(record)
         self._record = record
+
+    # ---- releases ----
+
+    @property
+    def record(self) -> Record:
+        """All that a restart would find."""
+        return self._record
+
+    def keep_rollouts(self, rollouts: tuple[Rollout, ...]) -> None:
+        """Save how far rollouts are."""
+        self._record = replace(self._record, rollouts=rollouts, memory=self._memory())
+        self._journal.write(self._record)
+
+    def serve_as(self, config: ClusterConfig, facts: ModelFacts, model_path: Path) -> None:
+        """Another release serves from here on: what comes new is made for it."""
+        self._record = replace(self._record, config=config, facts=facts, model_path=model_path)
+        self._journal.write(self._record)
+        self._runner.serve_as(config, facts, model_path)
 
     # ---- what is asked for ----
 

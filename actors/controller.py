@@ -23,8 +23,10 @@ from ray_moe.actors.conductor import Conductor
 from ray_moe.actors.journal import Journal, Record
 from ray_moe.actors.lookout import Lookout
 from ray_moe.actors.pilot import Pilot
+from ray_moe.actors.releases import ReleaseVerbs
 from ray_moe.actors.remote import create_routing, find_expert, kill
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
+from ray_moe.actors.rollouts import Rollouts
 from ray_moe.actors.startup import Startup
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress
 from ray_moe.config import ClusterConfig
@@ -66,7 +68,7 @@ CLUSTER_TABLE: dict[ClusterState, dict[str, ClusterState]] = {
 }
 
 
-class ControllerActor:
+class ControllerActor(ReleaseVerbs):
     """Ray actor; one per cluster."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -82,6 +84,7 @@ class ControllerActor:
         self._conductor: Conductor | None = None
         self._starting: asyncio.Task[None] | None = None
         self._pilot: Pilot | None = None
+        self._rollouts: Rollouts | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Future[None] | None = None
         self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -137,18 +140,16 @@ class ControllerActor:
                 self._peers[rank] = find_expert(self._config.name, rank)
         active = record.live[-1]
         self._lookout.live = record.live
-        self._lookout.missing(rank.value for rank in active.group.peers if rank.value not in self._peers)
-        self._store = RendezvousStore(
-            store_host(known_nodes(len(active.topology.domains))), self._config.start_deadline_s
-        )
+        domains = len(active.topology.domains)
+        self._store = RendezvousStore(store_host(known_nodes(domains)), self._config.start_deadline_s)
         _LOG.warning("the controller of %s goes on after a restart", self._config.name)
         self._serve()
 
     def _serve(self) -> None:
-        assert self._record is not None
+        known = self._known
         self._conductor = Conductor(
             self._config,
-            self._record,
+            known,
             self._journal,
             self._peers,
             self._require_routing(),
@@ -156,10 +157,10 @@ class ControllerActor:
             self._store_address,
             lambda: self._lookout.memory,
         )
-        known = self._known
         self._pilot = Pilot(self._config, known.facts, known.storage, self._peers, self._lookout, self._conductor)
         self._advance("serve")
-        self._watching = [asyncio.create_task(each.rounds()) for each in (self._conductor, self._pilot)]
+        self._rollouts = Rollouts(self._config, self._peers, self._require_routing, self._lookout, self._conductor)
+        self._watching = [asyncio.create_task(each.rounds()) for each in (self._conductor, self._pilot, self._rollouts)]
         for task in self._watching:
             task.add_done_callback(_log_failure)
 
@@ -213,21 +214,11 @@ class ControllerActor:
     async def rebalance(self, asker: asking.Asker, target: Target | None) -> int:
         """Ask for another placement over the same ranks, by default what suits the demand."""
         conductor, _ = await self._now()
-        if target is None:
-            demand = self._pilot.demand if self._pilot is not None else None
-            if demand is None:
-                raise ConfigError("no demand has been reported yet: say where experts shall live")
-            target = ByLoads(demand.loads_LE)
-        return conductor.begin(*asking.rebalance(conductor.control, asker, target))
+        return conductor.begin(*asking.rebalance(conductor.control, asker, self._or_demand(target)))
 
     async def preview(self, target: Target | None) -> Preview:
         """What `rebalance` would do from the placement that is active now. Raises `ConfigError`, `PlacementError`."""
-        if target is None:
-            demand = self._pilot.demand if self._pilot is not None else None
-            if demand is None:
-                raise ConfigError("no demand has been reported yet: say where experts shall live")
-            target = ByLoads(demand.loads_LE)
-        return await asyncio.to_thread(preview, target, await self.placement(), self._known.storage)
+        return await asyncio.to_thread(preview, self._or_demand(target), await self.placement(), self._known.storage)
 
     async def scale(self, asker: asking.Asker, wanted: int) -> int | None:
         """Ask for `wanted` ranks; None where nothing has to change. Raises `ConfigError`."""
@@ -275,7 +266,7 @@ class ControllerActor:
         control = (await self._require_serving()).control
         ranks = control.members or self._lookout.serving or tuple(self._peers)
         return Directory(
-            self._config,
+            self._known.config or self._config,
             self._known.model_path,
             self._known.facts,
             tuple(self._peers[rank] for rank in ranks),
@@ -295,7 +286,7 @@ class ControllerActor:
         active: PlacementSnapshot = await self._ask(routing.active.remote(), "active generation")
         peers = await self._lookout.statuses()
         return cluster_status(
-            self._config,
+            self._known.config or self._config,
             self._state.value,
             active,
             generations,
@@ -347,6 +338,13 @@ class ControllerActor:
 
     # ---- details ----
 
+    def _or_demand(self, target: Target | None) -> Target:
+        if target is not None:
+            return target
+        if self._pilot is None or self._pilot.demand is None:
+            raise ConfigError("no demand has been reported yet: say where experts shall live")
+        return ByLoads(self._pilot.demand.loads_LE)
+
     def _store_address(self) -> StoreAddress:
         assert self._store is not None
         return self._store.address
@@ -360,9 +358,10 @@ class ControllerActor:
 
     @property
     def _known(self) -> Record:
-        if self._record is None:
+        record = self._conductor.record if self._conductor is not None else self._record
+        if record is None:
             raise NotServingError(f"cluster {self._config.name!r} has not loaded its model yet")
-        return self._record
+        return record
 
     async def _require_conductor(self) -> Conductor:
         await self.resume()

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 import ray
 import torch
 from ray.actor import ActorHandle
-from transformers.utils.logging import disable_progress_bar
 
-from ray_moe.actors.bringup import check_choices, release_bundle
 from ray_moe.actors.fill import Filler
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
+from ray_moe.actors.model import LoadedModel, load_model
 from ray_moe.actors.reception import Reception
 from ray_moe.actors.remote import find_expert
 from ray_moe.actors.reports import engine_status, peer_report
@@ -32,23 +31,23 @@ from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Peer
 from ray_moe.controlplane.fetching import FillOrder, FillOutcome
-from ray_moe.dataplane.graphs import dtype_name
+from ray_moe.controlplane.rollout import Heard, RolesOrder
+from ray_moe.dataplane.drill import drill
 from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.dataplane.route_counts import DemandReport, RouteCounts
 from ray_moe.deadline import Deadline, join_thread, wait_for
-from ray_moe.engine.blocks import BlockFacts, overlap_shared, probe_blocks
+from ray_moe.engine.blocks import overlap_shared
 from ray_moe.engine.handover import Departing
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop, LoopState
 from ray_moe.engine.records import EngineStatus, GenerateRequest, LoadProgress, Members, ModelFacts
 from ray_moe.engine.scheduler import Scheduler
-from ray_moe.engine.trunk import Trunk, load_trunk
 from ray_moe.errors import NotServingError
 from ray_moe.identity import GlobalRank
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
 from ray_moe.priority import restore_process
 from ray_moe.topology import ProcessGroupSpec, Topology
-from ray_moe.weights.checkpoint import Checkpoint, ExpertWeights
+from ray_moe.weights.checkpoint import ExpertWeights
 from ray_moe.weights.slots import SlotPool
 from ray_moe.weights.transfer import SlotBytes
 
@@ -76,10 +75,7 @@ class ExpertActor:
         self._node = str(ray.get_runtime_context().get_node_id())
         self._dtype = getattr(torch, config.dtype)
         self._progress = LoadProgress()
-        self._trunk: Trunk | None = None
-        self._facts: ModelFacts | None = None
-        self._blocks: dict[int, BlockFacts] = {}
-        self._checkpoint: Checkpoint | None = None
+        self._model: LoadedModel | None = None
         self._pool: SlotPool | None = None
         self._filler: Filler | None = None
         self._seats: Seats | None = None
@@ -103,45 +99,23 @@ class ExpertActor:
         raise.
         """
         async with self._one_time:
-            if self._facts is None:
-                self._facts = await self._beside(self._load, model)
+            loaded = self._model
+            facts = loaded.facts if loaded is not None else await self._beside(self._load, model)
             if self._pool is None and capacity is not None:
                 await self._beside(self._allocate, capacity)
-        return self._facts
+        return facts
 
     def _load(self, model: Path) -> ModelFacts:
-        config = self._config
-        disable_progress_bar()  # whoever starts the cluster draws its own
         self._progress = LoadProgress("trunk", 0, 1)
-        self._trunk = load_trunk(
-            model,
-            dtype=self._dtype,
-            device=config.device,
-            attn_implementation="ray_moe",
-            trust_remote_code=config.trust_remote_code,
-        )
-        check_choices(config, self._trunk.hidden_size)
-        self._blocks = probe_blocks(self._trunk)
-        self._checkpoint = Checkpoint(model, trust_remote_code=config.trust_remote_code)
-        self._counters = {layer: LayerCounters() for layer in self._checkpoint.moe_layers}
+        self._model = load_model(self._config, model)
+        self._counters = {layer: LayerCounters() for layer in self._model.facts.moe_layers}
         self._progress = LoadProgress("trunk", 1, 1)
-        return ModelFacts(
-            checkpoint_version=self._checkpoint.identity,
-            moe_layers=self._checkpoint.moe_layers,
-            num_experts=self._checkpoint.num_experts,
-            expert_bytes=max(
-                self._checkpoint.layout(layer).nbytes(self._dtype) for layer in self._checkpoint.moe_layers
-            ),
-            vocab_size=self._trunk.vocab_size,
-            max_positions=self._trunk.max_positions,
-            gate_dtype=dtype_name(next(iter(self._blocks.values())).gate),
-            trunk_parameters=sum(parameter.numel() for parameter in self._trunk.model.parameters()),
-        )
+        return self._model.facts
 
     def _allocate(self, capacity: int) -> None:
         """Slots whose addresses stay for this actor's life."""
-        config, trunk = self._config, _present(self._trunk, "load the model first")
-        checkpoint = _present(self._checkpoint, "load the model first")
+        config, model = self._config, self._loaded
+        checkpoint = model.checkpoint
         self._pool = SlotPool(
             checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=config.device
         )
@@ -157,15 +131,15 @@ class ExpertActor:
             config,
             self._rank,
             self._beside,
-            trunk,
+            model,
             self._pool,
-            self._blocks,
             self._counters,
             self._route_counts,
         )
 
-    def _read_expert(self, _key: str, layer: int, expert: int) -> ExpertWeights:
-        return _present(self._checkpoint, "load the model first").expert(layer, expert, dtype=self._dtype)
+    def _read_expert(self, key: str, layer: int, expert: int) -> ExpertWeights:
+        model = self._my_seats.model(key) if key else self._loaded
+        return model.checkpoint.expert(layer, expert, dtype=self._dtype)
 
     async def fill(self, orders: Sequence[FillOrder]) -> tuple[FillOutcome, ...]:
         """Bring verified experts into free slots, beside serving ones; what became of each order, in their order."""
@@ -198,8 +172,8 @@ class ExpertActor:
                 await self._serve(routing)
 
     async def _serve(self, routing: ActorHandle) -> None:
-        config, trunk = self._config, _present(self._trunk, "load the model first")
-        seats = self._my_seats
+        config, model, seats = self._config, self._loaded, self._my_seats
+        trunk = model.trunk
         view = await seats.first_view(routing)
         self._engine = EngineLoop(
             self._rank.value,
@@ -222,8 +196,8 @@ class ExpertActor:
                 self._wake_peers,
                 self._demand.extend,
             ),
-            self._blocks,
-            shared=overlap_shared(trunk, self._blocks) if config.strategy == "shared_path" else None,
+            model.blocks,
+            shared=overlap_shared(trunk, model.blocks) if config.strategy == "shared_path" else None,
             audit_rate=config.audit_rate,
             route_counts=self._route_counts,
             demand_every_steps=config.demand_every_steps,
@@ -239,16 +213,39 @@ class ExpertActor:
 
     async def observe(self, config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
         """What this peer makes of a release, of the checkpoint that it has loaded and the group that it has joined."""
-        facts = _present(self._facts, "load the model first")
-        return release_bundle(config, snapshot, facts, self._my_seats.group(snapshot.group.epoch))
+        return self._my_seats.observe(config, snapshot)
+
+    async def prepare_release(self, model: Path) -> ModelFacts:
+        """Load another checkpoint beside the one that serves, at the lowest priority; no expert is read."""
+        async with self._one_time:
+            return await self._my_seats.add_model(self._loop, model)
+
+    async def stage_roles(self, order: RolesOrder) -> None:
+        """Hold leases and views for a division of steps among releases, for the step at which all peers do."""
+        await self._my_seats.stage_roles(self._loop, order)
+
+    async def forget_release(self, release_id: str) -> None:
+        """Drop what is compiled for a release that leaves, its executables with it."""
+        self._my_seats.forget(self._loop, release_id)
+        self._model = self._my_seats.model(self._loop.view.checkpoint)
+
+    async def drill(self) -> dict[str, str]:
+        """How faults end that are made on copies of what this peer serves."""
+        view = self._loop.view
+        index, layer = next(iter(view.layers.items()))
+        return drill(layer, view.trunk.top_k, self._loaded.blocks[index].gate)
+
+    async def releases(self) -> Heard:
+        """What releases have done here, and which of them this peer serves."""
+        return self._my_seats.heard(self._loop)
 
     async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         """Take this peer's seats in an epoch; returns when all members have."""
         await self._my_seats.join(spec, topology, store)
 
     async def close_epoch(self, epoch: int) -> None:
-        """Give up an epoch that was joined and will not be used."""
-        if self._engine is None or epoch > self._engine.newest_staged.epoch:
+        """Give up an epoch that was joined and will not be used, or is over."""
+        if self._engine is None or epoch not in self._engine.epochs_in_use:
             self._my_seats.close(epoch)
 
     async def stage(self, generation: int) -> None:
@@ -352,7 +349,7 @@ class ExpertActor:
             self._config,
             self._loop,
             _present(self._pool, "allocate first"),
-            LayerCounters.total(self._counters.values()),
+            LayerCounters.total(self._my_seats.all_counters),
         )
 
     async def ledgers(self) -> dict[int, dict[str, Any]]:
@@ -377,6 +374,10 @@ class ExpertActor:
         if self._reception is None:
             raise NotServingError(f"rank {self._rank} is not serving yet ({self._progress.phase})")
         return self._reception
+
+    @property
+    def _loaded(self) -> LoadedModel:
+        return _present(self._model, "load the model first")
 
     @property
     def _my_seats(self) -> Seats:

@@ -16,6 +16,7 @@ from ray.experimental import internal_kv
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.operations import ControlState
 from ray_moe.controlplane.publication import Storage
+from ray_moe.controlplane.rollout import Rollout
 from ray_moe.engine.records import ModelFacts
 from ray_moe.placement import PlacementSnapshot
 
@@ -33,6 +34,8 @@ class Record:
     model_path: Path
     live: tuple[PlacementSnapshot, ...]
     memory: bytes = b""
+    rollouts: tuple[Rollout, ...] = ()
+    config: ClusterConfig | None = None  # of the release that serves, where a rollout has changed it
 
 
 class Journal:

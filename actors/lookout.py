@@ -48,6 +48,7 @@ class Lookout:
         self.lost: dict[int, str] = {}  # everybody who died, with the reason
         self.lost_serving: dict[int, str] = {}
         self.live: tuple[PlacementSnapshot, ...] = ()
+        self.reserved: tuple[PlacementSnapshot, ...] = ()  # of a rollout, before it is loaded
         self.memory = b""  # what a routing actor that was started again must be told
         self._changes = -1
 
@@ -94,7 +95,9 @@ class Lookout:
         waited = [self._asked[rank].task for rank in serving if rank in self._asked]
         if waited:
             await asyncio.wait(waited, timeout=_LOOK_S)
-        fallen: dict[int, str] = {}
+        fallen = {rank: f"rank {rank} is gone" for rank in self._absent()}
+        self.lost |= fallen
+        self.lost_serving |= fallen
         for rank, asked in list(self._asked.items()):
             detail = self._take(rank, asked)
             if not detail:
@@ -126,10 +129,10 @@ class Lookout:
             return f"rank {rank} died"
         raise error
 
-    def missing(self, ranks: Iterable[int]) -> None:
-        """Serving ranks that were not found after a restart."""
-        for rank in ranks:
-            self.lost[rank] = self.lost_serving[rank] = f"rank {rank} died"
+    def _absent(self) -> list[int]:
+        """Members of the active group that nobody has found, after a restart say."""
+        active = [rank.value for rank in self.live[-1].group.peers] if self.live else []
+        return [rank for rank in active if rank not in self._peers and rank not in self.lost]
 
     @property
     def serving(self) -> tuple[int, ...]:
@@ -157,7 +160,9 @@ class Lookout:
     def observed(self) -> Observed:
         """The last look. A rank that has not answered yet is starting."""
         peers = {rank: self._said.get(rank, Peer(rank, PeerPhase.STARTING)) for rank in self._peers}
-        return Observed(peers, self.live, frozenset(self.lost))
+        known = {snapshot.generation for snapshot in self.live}
+        coming = tuple(snapshot for snapshot in self.reserved if snapshot.generation not in known)
+        return Observed(peers, (*coming, *self.live), frozenset(self.lost))
 
     async def _leases(self, live: Iterable[PlacementSnapshot]) -> tuple[Lease, ...]:
         """What living ranks hold; only those of the `live` generations' groups can hold any."""

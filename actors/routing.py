@@ -16,9 +16,11 @@ import ray
 
 from ray_moe.actors.bringup import handle_abi
 from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.drills import control_faults, disagreement, rehearsed
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.controlplane.release_states import Note
+from ray_moe.controlplane.release_states import Note, ReleaseRecord, ReleaseStatus, State
 from ray_moe.controlplane.releases import ReleaseRegistry
+from ray_moe.controlplane.rollout import Register
 from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.errors import GenerationError, ReleaseError
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
@@ -144,6 +146,74 @@ class RoutingActor:
         """Retire one generation, or `RetirementRefusedError` naming its holders."""
         self._registry.retire_generation(generation)
         self._changes += 1
+
+    # ---- releases ----
+
+    async def admit(
+        self,
+        bundle: ReleaseBundle,
+        recomputed: ReleaseBundle,
+        snapshot: PlacementSnapshot,
+        config: ClusterConfig,
+        observed: Mapping[int, ReleaseBundle],
+        note: Note,
+    ) -> tuple[bool, dict[str, str]]:
+        """Build, verify and load a candidate, as far as that is still to do. Returns whether a rollback from it goes
+        through, and how the faults ended that the control plane must refuse; both on copies.
+
+        Raises `ReleaseError` naming what drifted, or which coordinates of which rank are not the bundle's.
+        """
+        registry, name = self._registry, bundle.release_id
+        self._changes += 1
+        if name not in self._states():
+            registry.build(bundle, note)
+        if self._states()[name] == State.BUILT:
+            registry.verify(name, recomputed, note)
+        if self._states()[name] == State.VERIFIED:
+            registry.load(name, snapshot, observed, note)
+        self._configs[name] = config
+        faults = control_faults(bundle, snapshot)
+        if self._states()[name] == State.LOADED:
+            faults["F08"] = disagreement(self._copy(), name)
+        return rehearsed(self._copy(), name), faults
+
+    def _copy(self) -> ReleaseRegistry:
+        copy: ReleaseRegistry = pickle.loads(pickle.dumps(self._registry))
+        return copy
+
+    async def register(
+        self, step: Register, note: Note, fresh: tuple[PlacementSnapshot, ReleaseBundle] | None = None
+    ) -> None:
+        """One operation of a rollout. `fresh` is the prior release's placement again, under a new number, for when it
+        takes over. Raises `ReleaseError` for what comes too early."""
+        registry, name = self._registry, step.release_id
+        if step.event == "canary":
+            assert step.compared is not None
+            registry.canary(name, step.compared, note)
+        elif step.event in ("promote", "finalise"):
+            assert step.report is not None
+            getattr(registry, step.event)(name, step.report, note)
+        elif step.event == "stop_new_dispatch":
+            registry.stop_new_dispatch(name, note, across_checkpoints=True)
+        elif step.event == "activate_prior":
+            waits = self._states(dispatching=True)
+            registry.activate_prior(name, note, fresh if not waits else None)
+            if waits and fresh is not None and registry.active().generation < fresh[0].generation:
+                registry.publish(*fresh, note)  # numbers only go up: the candidate's was the highest
+        else:
+            getattr(registry, step.event)(name, note)
+        self._changes += 1
+
+    async def newest(self) -> int:
+        """The highest generation that any release has had."""
+        return self._registry.newest
+
+    async def releases(self) -> tuple[tuple[ReleaseStatus, ...], tuple[ReleaseRecord, ...]]:
+        """Every release, and the log of what was done with them."""
+        return self._registry.status(), self._registry.log()
+
+    def _states(self, *, dispatching: bool = False) -> dict[str, str]:
+        return {one.release_id: one.state for one in self._registry.status() if one.dispatching or not dispatching}
 
     # ---- questions ----
 

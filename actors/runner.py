@@ -22,7 +22,7 @@ from ray_moe.controlplane.publication import Storage
 from ray_moe.controlplane.release_states import Note
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import ModelFacts
-from ray_moe.errors import GenerationError
+from ray_moe.errors import GenerationError, NotAvailableError, NotServingError
 
 
 class EffectRunner:
@@ -60,6 +60,10 @@ class EffectRunner:
             effects.End: self._end,
         }
 
+    def serve_as(self, config: ClusterConfig, facts: ModelFacts, model_path: Path) -> None:
+        """Another release serves: new ranks run it, and new generations are its own."""
+        self._config, self._facts, self._model_path = config, facts, model_path
+
     async def run(self, effect: Effect) -> Sequence[FillOutcome]:
         """Do what the effect says; a `Fill`'s outcomes. Raises what the actors raise, `RayActorError` for dead ones."""
         result = await self._run[type(effect)](effect)
@@ -77,7 +81,7 @@ class EffectRunner:
             )
 
     async def _fill(self, effect: effects.Fill) -> Sequence[FillOutcome]:
-        call: Any = self._peers[effect.rank].fill.remote(effect.orders)
+        call: Any = self._actor(effect.rank).fill.remote(effect.orders)
         try:
             outcomes: Sequence[FillOutcome] = await ray_await(
                 call, self._config.start_deadline_s, f"fill on rank {effect.rank}"
@@ -93,7 +97,7 @@ class EffectRunner:
     async def _publish(self, effect: effects.Publish) -> None:
         gone = [rank.value for rank in effect.snapshot.group.peers if rank.value not in self._peers]
         if gone:  # its group could never take a step
-            raise GenerationError(f"generation {effect.generation} cannot be published: rank {gone[0]} is gone")
+            raise NotAvailableError(f"generation {effect.generation} cannot be published: rank {gone[0]} is gone")
         bundle = release_bundle(self._config, effect.snapshot, self._facts)
         what = f"publish generation {effect.generation}"
         note = Note("ray-moe", time.time(), f"operation {effect.operation}")
@@ -105,7 +109,7 @@ class EffectRunner:
         await ray_await(call, self._config.step_deadline_s, "retire generations")
 
     async def _end(self, effect: effects.End) -> None:
-        actor = self._peers[effect.rank]
+        actor = self._actor(effect.rank)
         call: Any = actor.finish.remote()
         try:
             await ray_await(call, self._config.step_deadline_s, f"finish on rank {effect.rank}")
@@ -114,6 +118,11 @@ class EffectRunner:
             self._peers.pop(effect.rank, None)
             release_room(self._config.name, effect.rank)
 
+    def _actor(self, rank: int) -> ActorHandle:
+        if rank not in self._peers:
+            raise NotServingError(f"rank {rank} is gone")
+        return self._peers[rank]
+
     async def _on(self, rank: int, method: str, *args: object) -> Any:
-        call = getattr(self._peers[rank], method).remote(*args)
+        call = getattr(self._actor(rank), method).remote(*args)
         return await ray_await(call, self._config.start_deadline_s, f"{method} on rank {rank}")

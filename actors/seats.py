@@ -8,51 +8,63 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray.actor import ActorHandle
 
-from ray_moe.actors.bringup import backend_of, groups_of
+from ray_moe.actors.bringup import backend_of, groups_of, release_bundle, transport_over
+from ray_moe.actors.model import LoadedModel, load_model
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.join import join_transport
 from ray_moe.comm.rendezvous import StoreAddress
+from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.rollout import Did, Heard, RolesOrder
 from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.deadline import ray_await
-from ray_moe.engine.blocks import BlockFacts
+from ray_moe.engine.blocks import overlap_shared
 from ray_moe.engine.generation import Backend, Departure, GenerationView, build_view
 from ray_moe.engine.loop import EngineLoop
-from ray_moe.engine.trunk import Trunk
-from ray_moe.errors import NotServingError, RayMoEError
+from ray_moe.engine.records import ModelFacts
+from ray_moe.engine.roles import Beside, Part, Roles
+from ray_moe.errors import NotServingError, RayMoEError, ReleaseError
 from ray_moe.identity import GlobalRank
-from ray_moe.placement import Lease
+from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
+from ray_moe.priority import run_lowered
 from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.slots import SlotPool
 
 # Runs blocking work off the event loop: what an actor calls `_beside`.
-Beside = Callable[..., Awaitable[Any]]
+RunBeside = Callable[..., Awaitable[Any]]
 
 
 class Seats:
-    """`trunk`, `pool` and `blocks` are what views are compiled over."""
+    """`model` and `pool` are what views are compiled over; `add_model` brings another checkpoint beside it."""
 
     def __init__(
         self,
         config: ClusterConfig,
         rank: GlobalRank,
-        beside: Beside,
-        trunk: Trunk,
+        beside: RunBeside,
+        model: LoadedModel,
         pool: SlotPool,
-        blocks: Mapping[int, BlockFacts],
         counters: Mapping[int, LayerCounters],
         route_counts: RouteCounts,
     ) -> None:
         self._config, self._rank, self._beside = config, rank, beside
-        self._trunk, self._pool, self._blocks = trunk, pool, blocks
-        self._counters, self._route_counts = counters, route_counts
-        self._backends: dict[int, Backend] = {}
+        self._models = {model.facts.checkpoint_version: model}
+        self._paths: dict[Path, LoadedModel] = {}
+        self._pool, self._route_counts = pool, route_counts
+        self._first_counters: Mapping[int, LayerCounters] | None = counters
+        self._counters: dict[str, Mapping[int, LayerCounters]] = {}  # by release
+        self._transports: dict[int, Transport] = {}  # by epoch
+        self._joined_as: dict[int, ClusterConfig] = {}
+        self._backends: dict[tuple[int, str], Backend] = {}  # by epoch and release
+        self._views: dict[int, GenerationView] = {}  # by generation, of leases that are out
         self._joining: dict[int, asyncio.Task[None]] = {}
         self._grants: dict[int, Grant] = {}  # by generation
         self._routing: ActorHandle | None = None
@@ -63,20 +75,23 @@ class Seats:
     @property
     def epochs(self) -> frozenset[int]:
         """Epochs that this peer could serve."""
-        return frozenset(self._backends)
+        return frozenset(self._transports)
 
     def group(self, epoch: int) -> ProcessGroupSpec:
         """The group that was joined for an epoch; `NotServingError` without a seat in it."""
-        if epoch not in self._backends:
-            raise NotServingError(f"rank {self._rank} has no seat in epoch {epoch}; it has in {sorted(self._backends)}")
-        return self._backends[epoch].transport.group.spec
+        return self._seat(epoch).group.spec
+
+    def _seat(self, epoch: int) -> Transport:
+        if epoch not in self._transports:
+            raise NotServingError(f"rank {self._rank} has no seat in epoch {epoch}; it has in {sorted(self.epochs)}")
+        return self._transports[epoch]
 
     async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         """Take the seats of an epoch; returns when all its members have. Asked again, it waits for the same end.
 
         Raises `CollectiveError` or `DeadlineError` when they do not meet.
         """
-        if spec.epoch in self._backends:
+        if spec.epoch in self._transports:
             return
         task = self._joining.get(spec.epoch)
         if task is None:
@@ -87,7 +102,8 @@ class Seats:
 
     async def _join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         config = self._config
-        transport = await self._beside(
+        self._joined_as[spec.epoch] = config
+        self._transports[spec.epoch] = await self._beside(
             partial(join_transport, chunks=config.transport_chunks),
             config.group,
             config.transport,
@@ -96,13 +112,12 @@ class Seats:
             store,
             config.step_deadline_s,
         )
-        self._backends[spec.epoch] = backend_of(config, transport, self._blocks)
 
     def close(self, epoch: int) -> None:
         """Give an epoch up: peers that wait in it get an error at once. One that was never joined is fine."""
-        backend = self._backends.pop(epoch, None)
-        if backend is not None:
-            backend.transport.close()
+        transport = self._transports.pop(epoch, None)
+        if transport is not None:
+            transport.close()
 
     # ---- generations ----
 
@@ -125,8 +140,10 @@ class Seats:
             except RayMoEError:
                 self.return_lease(view.generation)
                 raise
-            for past in [epoch for epoch in self._backends if epoch < loop.view.epoch]:
-                del self._backends[past]  # the loop has closed its groups
+            # The loop has closed the groups of past epochs.
+            now = loop.view.epoch
+            self._transports = {epoch: one for epoch, one in self._transports.items() if epoch >= now}
+            self._backends = {key: one for key, one in self._backends.items() if key[0] >= now}
 
     async def depart(self, loop: EngineLoop, generation: int, epoch: int) -> None:
         """Leave at the step at which the others take `generation`, which is of an epoch without this peer."""
@@ -134,10 +151,95 @@ class Seats:
             if loop.newest_staged.generation < generation:
                 loop.stage(Departure(generation, epoch))
 
-    async def _acquire(self) -> Grant:
+    # ---- releases beside one another ----
+
+    def model(self, checkpoint: str) -> LoadedModel:
+        """`NotServingError` for a checkpoint that is not loaded here."""
+        if checkpoint not in self._models:
+            raise NotServingError(f"rank {self._rank} has not loaded checkpoint {checkpoint}")
+        return self._models[checkpoint]
+
+    async def add_model(self, loop: EngineLoop, path: Path) -> ModelFacts:
+        """Load another checkpoint at the lowest priority; asked again, the same one."""
+        if path not in self._paths:
+            config = self._config
+            model = await run_lowered(partial(load_model, config, path))
+            shared = overlap_shared(model.trunk, model.blocks) if config.strategy == "shared_path" else {}
+            loop.know(model.trunk, shared)
+            self._paths[path] = self._models[model.facts.checkpoint_version] = model
+        return self._paths[path].facts
+
+    def observe(self, config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
+        """What this peer makes of a release. Raises `NotServingError` without the checkpoint, or the epoch's seat."""
+        facts = self.model(snapshot.checkpoint_version.value).facts
+        return release_bundle(config, snapshot, facts, self.group(snapshot.group.epoch))
+
+    async def stage_roles(self, loop: EngineLoop, order: RolesOrder) -> None:
+        """Hold views for a division of steps among releases. Raises as `stage`."""
+        async with self._staging:
+            if loop.division.newest >= order.number:
+                return
+            main = None if loop.view.release_id == order.main and not order.fresh else await self._view(order.main)
+            beside = None
+            if order.beside:
+                beside = Beside(await self._view(order.beside), Part(order.part), order.period)
+            loop.stage_roles(Roles(order.number, main, beside))
+            if main is not None:  # the next epoch's groups are joined for what serves then
+                self._config = self._grants[main.generation].config
+
+    async def _view(self, release_id: str) -> GenerationView:
+        """A view of a release: of its generation for new dispatches, or the one at hand where it takes none."""
+        try:
+            return await self._view_of(await self._acquire(release_id))
+        except ReleaseError:
+            held = [view for view in self._views.values() if view.release_id == release_id]
+            if not held:
+                raise
+            return held[-1]
+
+    def forget(self, loop: EngineLoop, release_id: str) -> None:
+        """Drop backends of a release that leaves, and checkpoints that no other release here is of."""
+        in_use = {view.release_id for view in self._views.values()}
+        if release_id in in_use:
+            raise NotServingError(f"rank {self._rank} still has a view of release {release_id}")
+        self._backends = {key: one for key, one in self._backends.items() if key[1] != release_id}
+        kept = {view.checkpoint for view in self._views.values()} | {loop.view.checkpoint}
+        loop.trunk = self.model(loop.view.checkpoint).trunk
+        self._models = {name: model for name, model in self._models.items() if name in kept}
+        self._paths = {path: one for path, one in self._paths.items() if one.facts.checkpoint_version in kept}
+
+    def heard(self, loop: EngineLoop) -> Heard:
+        """What the controller needs to know of releases here."""
+        totals = {name: LayerCounters.total(layers.values()) for name, layers in self._counters.items()}
+        return Heard(
+            rank=self._rank.value,
+            roles=loop.division.now.number,
+            staged_roles=loop.division.newest,
+            main=loop.view.release_id,
+            committed_step=loop.counters.committed_step,
+            open_beside=loop.load.beside,
+            checkpoints=frozenset(self._models),
+            did={
+                name: Did(
+                    **asdict(tally),
+                    routes=totals[name].rows_local + totals[name].rows_sent if name in totals else 0,
+                    remote_routes=totals[name].rows_sent if name in totals else 0,
+                    replays=totals[name].replays if name in totals else 0,
+                    fallbacks=sum(totals[name].fallbacks.values()) if name in totals else 0,
+                )
+                for name, tally in tuple(loop.counters.releases.items())
+            },
+        )
+
+    @property
+    def all_counters(self) -> list[LayerCounters]:
+        """Of every layer under every release."""
+        return [counters for layers in self._counters.values() for counters in layers.values()]
+
+    async def _acquire(self, release_id: str | None = None) -> Grant:
         holder, routing = f"rank-{self._rank}", self._require_routing()
         grant: Grant = await ray_await(
-            routing.acquire.remote(holder), self._config.step_deadline_s, f"lease for {holder}"
+            routing.acquire.remote(holder, release_id), self._config.step_deadline_s, f"lease for {holder}"
         )
         held = self._grants.setdefault(grant.lease.generation, grant)
         if held is not grant:  # one per generation is enough
@@ -145,32 +247,41 @@ class Seats:
         return held
 
     async def _view_of(self, grant: Grant) -> GenerationView:
-        """Compile what a lease grants; the lease goes back when that fails."""
-        try:
-            view: GenerationView = await self._beside(self._compile, grant)
-        except RayMoEError:
-            self.return_lease(grant.lease.generation)
-            raise
-        return view
+        """Compile what a lease grants, once; the lease goes back when that fails."""
+        generation = grant.lease.generation
+        if generation not in self._views:
+            try:
+                self._views[generation] = await self._beside(self._compile, grant)
+            except RayMoEError:
+                self.return_lease(generation)
+                raise
+        return self._views[generation]
 
     def _compile(self, grant: Grant) -> GenerationView:
-        epoch = grant.header.epoch
-        if epoch not in self._backends:
-            raise NotServingError(f"rank {self._rank} has no seat in epoch {epoch}; it has in {sorted(self._backends)}")
+        epoch, release_id = grant.header.epoch, grant.header.release_id
+        seat, model = self._seat(epoch), self.model(grant.header.checkpoint_version)
+        backend = self._backends.get((epoch, release_id))
+        if backend is None:
+            transport = transport_over(grant.config, self._joined_as[epoch], seat)
+            backend = self._backends[epoch, release_id] = backend_of(grant.config, transport, model.blocks)
+        if release_id not in self._counters:
+            fresh = {layer: LayerCounters() for layer in model.facts.moe_layers}
+            self._counters[release_id], self._first_counters = self._first_counters or fresh, None
         return build_view(
             grant.lease,
             grant.header,
             grant.snapshot,
             self._rank,
-            self._trunk,
+            model.trunk,
             self._pool,
-            self._backends[epoch],
-            self._counters,
+            backend,
+            self._counters[release_id],
             self._route_counts,
         )
 
     def return_lease(self, generation: int) -> None:
         """No local handle of the generation is left."""
+        self._views.pop(generation, None)
         grant = self._grants.pop(generation, None)
         if grant is not None:
             self._require_routing().release.remote(grant.lease)

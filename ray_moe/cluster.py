@@ -18,10 +18,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from ray_moe.actors.remote import create_controller, find_controller, kill_cluster
 from ray_moe.actors.reports import ClusterStatus, Directory
+from ray_moe.actors.rollouts import Releases
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.asking import Asker
 from ray_moe.controlplane.operations import ByCounts, ByHomes, Operation, Stage, Target
 from ray_moe.controlplane.preview import Preview
+from ray_moe.controlplane.rollout import Rollout
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.engine.records import LoadProgress
 from ray_moe.errors import ConfigError, NotServingError, PlacementError
@@ -136,6 +138,56 @@ class Cluster:
     def history(self) -> tuple[Operation, ...]:
         """Operations that have ended and those that are open: who asked, when, why, what it took."""
         return cast("tuple[Operation, ...]", self._ask("history"))
+
+    # ---- releases ----
+
+    def release_build(
+        self,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        model: str = "",
+        share: float = 0.1,
+        shadow_rate: float = 0.1,
+        auto: bool = False,
+        samples: tuple[int, int] = (100, 200),
+        why: str = "asked for",
+    ) -> Rollout:
+        """Begin to roll a candidate release out: other `settings`, or another checkpoint's `model` folder.
+
+        It is a shadow on `shadow_rate` of the steps, then a canary on `share` of them, and promoted by
+        `release_promote`, or with `auto` by itself; `samples` are the outputs compared and the tokens delivered that
+        each takes at least. Raises `ConfigError`.
+        """
+        asker = self._asker(why)
+        return cast(
+            Rollout,
+            self._ask("release_build", asker, dict(settings or {}), model, share, shadow_rate, auto, samples),
+        )
+
+    def release_promote(self, release_id: str = "") -> Rollout:
+        """Promote the canary. Raises `ReleaseError` not_promoted naming every check that fails."""
+        return cast(Rollout, self._ask("release_promote", release_id))
+
+    def release_rollback(self, release_id: str = "", *, why: str = "asked for") -> Rollout:
+        """Take the candidate out, whether it serves by now or not. Raises `ConfigError`, `GenerationError`."""
+        return cast(Rollout, self._ask("release_rollback", release_id, f"{self._asker(why).who}: {why}"))
+
+    def releases(self) -> Releases:
+        """Every release, the log of what was done with them, rollouts, and the latest promotion report."""
+        return cast("Releases", self._ask("releases"))
+
+    def rollout(self, release_id: str = "") -> Rollout:
+        """How far a rollout is; by default the latest. Raises `ConfigError`."""
+        return cast(Rollout, self._ask("rollout", release_id))
+
+    def wait_rollout(self, phases: Sequence[str], seconds: float, release_id: str = "") -> Rollout:
+        """The rollout once it is in one of `phases`, or has ended, or as it is after `seconds`."""
+        deadline = Deadline(seconds)
+        while True:
+            rollout = self.rollout(release_id)
+            if rollout.phase in phases or rollout.ended or deadline.passed:
+                return rollout
+            pause(_POLL_S)
 
     def _asker(self, why: str) -> Asker:
         return Asker(f"{getpass.getuser()}@{socket.gethostname()}", why, time.time())

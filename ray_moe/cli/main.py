@@ -22,6 +22,7 @@ from ray_moe.cli.ledger import ledger
 from ray_moe.cli.lifecycle import down, status, up
 from ray_moe.cli.output import report
 from ray_moe.cli.plan import plan
+from ray_moe.cli.release import release
 from ray_moe.cli.simulate import simulate
 from ray_moe.errors import ConfigError, RayMoEError
 
@@ -36,6 +37,7 @@ for verb in (
     *(plan, simulate),
 ):
     app.command()(verb)
+app.add_typer(release, name="release")
 
 
 def _print_version(wanted: bool) -> None:

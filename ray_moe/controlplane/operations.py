@@ -51,7 +51,7 @@ TRANSITIONS: dict[Stage, dict[str, Stage]] = {
     Stage.FILLING: {"join": Stage.JOINING, "publish": Stage.PUBLISHING, **_UNDO},
     Stage.JOINING: {"move": Stage.MOVING, "publish": Stage.PUBLISHING, **_UNDO},
     Stage.MOVING: {"publish": Stage.PUBLISHING, **_UNDO},
-    Stage.PUBLISHING: {"published": Stage.SWITCHING},
+    Stage.PUBLISHING: {"published": Stage.SWITCHING, "refused": Stage.UNDOING},  # a member died: nothing was published
     Stage.SWITCHING: {"next_wave": Stage.DRAINING, "end": Stage.ENDING, "done": Stage.DONE},
     Stage.DRAINING: {"enter": Stage.FILLING, **_UNDO},
     Stage.ENDING: {"done": Stage.DONE},

@@ -114,9 +114,8 @@ def upkeep(state: ControlState, seen: Observed) -> Iterator[Effect]:
                 yield Announce(rank, state.members_version, state.members)
             if rank in state.members and not peer.admitting:
                 yield Readmit(rank)
-        for epoch in sorted(peer.epochs - wanted):
-            if epoch > seen.active.group.epoch:
-                yield CloseEpoch(rank, epoch)
+        for epoch in sorted(peer.epochs - wanted - {snapshot.group.epoch for snapshot in seen.live}):
+            yield CloseEpoch(rank, epoch)
         if rank in unused:
             yield Free(rank, unused[rank])
 

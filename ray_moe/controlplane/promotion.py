@@ -120,8 +120,8 @@ class PromotionPolicy:
     """What a release must show. Ratio limits are exact fractions.
 
     `must_cover` are (axis, value) pairs of the benchmark matrix of which each needs a cell. Synthetic cells count only
-    with `accept_synthetic`. Raises `ConfigError` for a limit that is no fraction in [0, 1], a sample minimum below 1,
-    an unknown axis and two gates of one name.
+    with `accept_synthetic`; without `has_graphs` there is nothing to fall back from. Raises `ConfigError` for a limit
+    that is no fraction in [0, 1], a sample minimum below 1, an unknown axis and two gates of one name.
     """
 
     shadow_samples_min: int = 100
@@ -131,6 +131,7 @@ class PromotionPolicy:
     gates: tuple[Gate, ...] = ()
     must_cover: tuple[tuple[str, str], ...] = ()
     accept_synthetic: bool = False
+    has_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("drop_ratio_max", "fallback_ratio_max"):
@@ -223,7 +224,7 @@ def evaluate(policy: PromotionPolicy, evidence: PromotionEvidence) -> PromotionR
         _at_least("shadow_samples", evidence.shadow_samples, policy.shadow_samples_min),
         _at_least("canary_samples", evidence.canary_samples, policy.canary_samples_min),
         _at_most("drop_ratio", drop, policy.drop_ratio_max),
-        _at_most("fallback_ratio", fallback, policy.fallback_ratio_max),
+        *([_at_most("fallback_ratio", fallback, policy.fallback_ratio_max)] if policy.has_graphs else []),
         *(Check(name, getattr(evidence, name) == 0, str(getattr(evidence, name)), "0") for name in ZERO_COUNTERS),
     ]
     if not policy.accept_synthetic:

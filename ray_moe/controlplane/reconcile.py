@@ -87,7 +87,7 @@ def absorb(
 ) -> ControlState:
     """Take note of how an effect ended: `failure` is empty when it did what it says. `outcomes` are a `Fill`'s.
 
-    An effect that was `refused`, for want of machines, is not tried again.
+    An effect that was `refused`, for want of machines or of a member, was not done, and is not tried again.
     """
     number = getattr(effect, "operation", 0)
     operation = next((one for one in state.operations if one.number == number), None)
@@ -114,6 +114,8 @@ def absorb(
     gives_up = (refused or count >= MAX_ATTEMPTS) and not isinstance(effect, Fill)  # a fill ends when its sources do
     if gives_up and operation.stage in CANCELLABLE:
         operation = replace(operation.take("undo", now), undo_as="failed")
+    elif refused and operation.stage is Stage.PUBLISHING:
+        operation = replace(operation.take("refused", now), undo_as="failed", refused=False)
     return state.put(operation)
 
 

@@ -203,6 +203,11 @@ class ResidentReleases:
         every = (snapshot for release in self._releases.values() for snapshot in release.placements.live())
         return tuple(sorted(every, key=lambda snapshot: snapshot.generation))
 
+    @property
+    def newest(self) -> int:
+        """The highest generation that any release has had; -1 before the first."""
+        return self._newest
+
     def holders(self, generation: int) -> tuple[str, ...]:
         return self._of(generation).placements.holders(generation)
 

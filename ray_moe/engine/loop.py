@@ -287,6 +287,12 @@ class EngineLoop:
         """The others go on in an epoch without this peer."""
         return self.state is LoopState.LEFT
 
+    @property
+    def epochs_in_use(self) -> frozenset[int]:
+        """Epochs whose groups are still needed here, as another thread may see it a moment late."""
+        behind = (past.group.spec.epoch for past in tuple(self._left_behind))
+        return frozenset((self.view.epoch, self._newest.epoch, *behind))
+
     def break_epoch(self, detail: str) -> None:
         """Somebody else saw a peer die: give the epoch up now instead of at the next collective's deadline."""
 

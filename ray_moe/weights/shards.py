@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LENGTH_BYTES = 8  # a shard begins with its header's length, little-endian (safetensors format)
 _SAMPLE_BYTES = 64 * 1024
+_TENSOR_SAMPLE_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class StoredTensor:
 class ShardIndex:
     """Every tensor of a checkpoint by its name on disk.
 
-    `identity` is a SHA-256 over the configuration, every shard's name, size and header, and the first and last 64 KiB
-    of its data, so that two fine-tunes of one model differ although their headers are equal.
+    `identity` is a SHA-256 over the configuration, every shard's name, size and header, the first and last 64 KiB of
+    its data and the first bytes of every tensor, so that two fine-tunes of one model differ although their headers are
+    equal, also where only some of their tensors differ.
     """
 
     folder: Path
@@ -58,7 +60,7 @@ def read_index(folder: Path) -> ShardIndex:
                 raise CheckpointError(str(file), key, "a tensor that the index lists", "no such tensor in the shard")
             tensors[key] = StoredTensor(file, str(header[key]["dtype"]), tuple(header[key]["shape"]))
         digest.update(json.dumps([name, file.stat().st_size, header], sort_keys=True).encode())
-        digest.update(_data_sample(file, data_start))
+        digest.update(_data_sample(file, data_start, sorted(entry["data_offsets"] for entry in header.values())))
     return ShardIndex(folder, tensors, digest.hexdigest())
 
 
@@ -107,9 +109,12 @@ def _read_header(file: Path, key: str) -> tuple[dict[str, dict[str, Any]], int]:
     return header, data_start
 
 
-def _data_sample(file: Path, data_start: int) -> bytes:
+def _data_sample(file: Path, data_start: int, spans: Sequence[Sequence[int]]) -> bytes:
     with file.open("rb") as stream:
         stream.seek(data_start)
-        head = stream.read(_SAMPLE_BYTES)
+        sample = stream.read(_SAMPLE_BYTES)
+        for begin, end in spans:
+            stream.seek(data_start + begin)
+            sample += stream.read(min(_TENSOR_SAMPLE_BYTES, end - begin))
         stream.seek(max(data_start, os.fstat(stream.fileno()).st_size - _SAMPLE_BYTES))
-        return head + stream.read(_SAMPLE_BYTES)
+        return sample + stream.read(_SAMPLE_BYTES)

@@ -184,6 +184,7 @@ def test_a_slow_copy_holds_nobody_up_and_can_be_cancelled(cluster: Cluster, load
 # -- The controller and the routing actor
 
 
+@pytest.mark.full
 def test_a_controller_killed_while_copies_arrive_goes_on_with_them(cluster: Cluster, load: Load) -> None:
     sources = [actor_of(cluster, rank) for rank in ranks_of(cluster)]
     for source in sources:

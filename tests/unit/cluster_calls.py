@@ -203,7 +203,7 @@ def join(world: World, effect: effects.Join) -> Work:
 def close_epoch(world: World, effect: effects.CloseEpoch) -> Work:
     yield from ()
     actor = world.actors[effect.rank]
-    if effect.epoch > max(actor.staged.values(), default=-1):
+    if effect.epoch not in (actor.epoch, *actor.staged.values()):
         actor.epochs.discard(effect.epoch)
     return ()
 
@@ -249,6 +249,7 @@ def depart(world: World, effect: effects.Depart) -> Work:
 
 def hand_over(world: World, effect: effects.HandOver) -> Work:
     actor = world.actors[effect.rank]
+    assert effect.to and effect.rank not in effect.to
     actor.admitting = False
     while actor.requests:
         yield from world.pause()

@@ -179,6 +179,13 @@ def test_without_need_nothing_moves() -> None:
     assert all(moved(wanted, case, layer) == 0 for layer in LAYERS)
 
 
+def test_two_copies_on_one_rank_are_spread_over_two() -> None:
+    serving = first_placement({0: [(0, 0), (0, 0), (1, 1)]}, 3)
+    for wanted in (levelled(serving, (0, 1), 2), solved(serving, (0, 1), 2, np.ones((1, 2)))):
+        assert len(set(wanted.layers[0])) == len(wanted.layers[0])
+        assert {home.rank for home in wanted.layers[0] if home.expert == 0} == {0, 1}
+
+
 def test_loads_decide_who_gives_and_a_heavy_expert_gets_a_rank_with_little_else() -> None:
     case = Case(dict.fromkeys(LAYERS, ((0, 0), (1, 0), (2, 1), (3, 1))), (0, 1), 4)
     loads = np.array([[9.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 9.0]])

@@ -41,6 +41,7 @@ EDGES: dict[tuple[Stage, str], Stage] = {
     (Stage.JOINING, "publish"): Stage.PUBLISHING,
     (Stage.MOVING, "publish"): Stage.PUBLISHING,
     (Stage.PUBLISHING, "published"): Stage.SWITCHING,
+    (Stage.PUBLISHING, "refused"): Stage.UNDOING,
     (Stage.SWITCHING, "next_wave"): Stage.DRAINING,
     (Stage.SWITCHING, "end"): Stage.ENDING,
     (Stage.SWITCHING, "done"): Stage.DONE,

@@ -21,7 +21,7 @@ from ray_moe.controlplane.operations import CANCELLABLE, TRANSITIONS, ByCounts, 
 from ray_moe.controlplane.outstanding import candidate_in, ranks_of
 from ray_moe.controlplane.reconcile import MAX_ATTEMPTS, absorb
 from ray_moe.errors import ConfigError, GenerationError
-from tests.unit.cluster_calls import EXPERT_BYTES
+from tests.unit.cluster_calls import EXPERT_BYTES, node_of
 from tests.unit.cluster_model import CALM, Faults
 from tests.unit.reconciling import Homes, Run
 
@@ -126,6 +126,20 @@ def test_clients_hear_of_ranks_that_serve_and_lose_those_that_leave_once_they_do
     assert run.seen_members == (both if SCENES[name].kind is Kind.GROW else both[::-1])
 
 
+def test_a_rank_that_comes_belongs_to_the_node_that_it_runs_on() -> None:
+    run = Run(THREE, ROOMY)
+    run.drain(1)
+    run.settle()
+    assert [domain.domain_id for domain in run.active.topology.domains] == ["node-0"]
+    run.scale(4)
+    run.settle()
+    owner = run.active.topology.owner
+    assert {rank.value: domain for rank, domain in owner.items()} == {
+        rank: node_of(rank) for rank in ranks_of(run.active)
+    }
+    assert set(owner.values()) == {"node-0", "node-1"}
+
+
 def test_a_rank_leaves_when_its_last_request_has_gone() -> None:
     run = Run(THREE, ROOMY)
     number = run.drain(2)
@@ -166,8 +180,32 @@ def test_a_source_that_failed_in_one_wave_is_asked_again_in_the_next() -> None:
     assert not run.control.find(number).bad
 
 
+def refused_publication() -> tuple[Run, int]:
+    """A grow whose publication was not done, since a member of its group is gone."""
+    run = Run(TWO, ROOMY)
+    number = run.scale(3)
+    run.world.failing[Publish] = 10**6
+    run.until(number, Stage.PUBLISHING)
+    candidate = run.control.find(number).candidate
+    assert candidate is not None
+    refused = Publish(number, candidate.generation, candidate)
+    run.control = absorb(run.control, refused, "rank 2 is gone", (), run.world.now, refused=True)
+    run.seen_stages[number].append(Stage.UNDOING)
+    run.settle()
+    return run, number
+
+
+def test_a_publication_that_is_refused_is_undone_and_the_old_generation_serves_on() -> None:
+    run, number = refused_publication()
+    operation = run.control.find(number)
+    assert (operation.stage, operation.reason) == (Stage.FAILED, "rank 2 is gone")
+    assert run.serving == (0, 1)
+    assert not operation.refused, "no want of machines: a grow may be tried at once"
+
+
 def test_every_edge_of_the_table_is_taken() -> None:
-    seen: set[tuple[Stage, Stage]] = set()
+    run, number = refused_publication()
+    seen = set(pairwise(run.seen_stages[number]))
     for name, stage in [(name, None) for name in SCENES] + IN_EACH_STAGE:
         run, number = SCENES[name].begin()
         if stage in CANCELLABLE:
@@ -485,6 +523,11 @@ def test_what_ends_after_it_was_given_up_changes_nothing() -> None:
         effects.Free(0, ()),
     ):
         assert absorb(run.control, late, "too late", (), 100.0) == run.control
+    run.until(number, Stage.SWITCHING)
+    for late in (Start(2, number, 2), effects.Stage(0, number, 2), Publish(number, 3, candidate)):
+        assert absorb(run.control, late, "too late", (), 100.0) == run.control
+    now = absorb(run.control, effects.Stage(0, number, 3), "no", (), 100.0).find(number)
+    assert (now.stage, now.reason) == (Stage.SWITCHING, "no")
 
 
 def test_what_there_are_no_machines_for_is_not_tried_again() -> None:

@@ -1,0 +1,54 @@
+"""One checkpoint as one peer has it: the trunk, what probing it found, the files of its experts, and the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from ray_moe.actors.bringup import check_choices
+from ray_moe.config import ClusterConfig
+from ray_moe.dataplane.graphs import dtype_name
+from ray_moe.engine.blocks import BlockFacts, probe_blocks
+from ray_moe.engine.records import ModelFacts
+from ray_moe.engine.trunk import Trunk, load_trunk
+from ray_moe.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """`blocks` by MoE layer, as probed. Experts are read from `checkpoint` when they are needed."""
+
+    trunk: Trunk
+    blocks: Mapping[int, BlockFacts]
+    checkpoint: Checkpoint
+    facts: ModelFacts
+
+
+def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
+    """Load a trunk and open its checkpoint; no expert is read. Raises what `load_trunk` and `Checkpoint` raise."""
+    disable_progress_bar()  # whoever starts the cluster draws its own
+    trunk = load_trunk(
+        path,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        attn_implementation="ray_moe",
+        trust_remote_code=config.trust_remote_code,
+    )
+    check_choices(config, trunk.hidden_size)
+    blocks = probe_blocks(trunk)
+    checkpoint = Checkpoint(path, trust_remote_code=config.trust_remote_code)
+    facts = ModelFacts(
+        checkpoint_version=checkpoint.identity,
+        moe_layers=checkpoint.moe_layers,
+        num_experts=checkpoint.num_experts,
+        expert_bytes=max(checkpoint.layout(layer).nbytes(trunk.dtype) for layer in checkpoint.moe_layers),
+        vocab_size=trunk.vocab_size,
+        max_positions=trunk.max_positions,
+        gate_dtype=dtype_name(next(iter(blocks.values())).gate),
+        trunk_parameters=sum(parameter.numel() for parameter in trunk.model.parameters()),
+    )
+    return LoadedModel(trunk, blocks, checkpoint, facts)
