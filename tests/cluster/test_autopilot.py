@@ -37,6 +37,7 @@ def kinds(cluster: Cluster) -> Counter[Kind]:
     return Counter(one.kind for one in cluster.history() if one.stage is Stage.DONE)
 
 
+@pytest.mark.full
 def test_a_cluster_grows_under_load_moves_experts_to_level_it_and_shrinks_when_idle(local_ray: None) -> None:
     running = clusters.start(
         ClusterConfig(

@@ -111,6 +111,7 @@ def test_a_dry_run_tells_what_the_rebalance_then_takes_and_changes_nothing(shell
     assert [row for row in history(shell) if row["from_generation"] == told["generation"]] == [done]
 
 
+@pytest.mark.full
 def test_a_plan_file_is_carried_out_and_one_that_finds_no_slots_fails_with_its_reason(shell: Shell) -> None:
     status = shell.answer("status")
     first, second = (peer["rank"] for peer in status["peers"])
@@ -141,6 +142,7 @@ def test_a_plan_file_is_carried_out_and_one_that_finds_no_slots_fails_with_its_r
     assert stderr == f"error: {file}: layer 7 expert 0: layer must be one of [0, 1, 2, 3], found 7\n"
 
 
+@pytest.mark.full
 def test_cancelling_undoes_a_grow_and_whoever_watches_it_is_told_with_exit_1(shell: Shell) -> None:
     before = ranks(shell)
     with grow_that_stays_preparing(shell, "--json") as (watching, number):
