@@ -33,7 +33,7 @@ from ray_moe.errors import DeadlineError, NotAvailableError, RayMoEError
 
 _LOG = logging.getLogger(__name__)
 # Between two rounds: while something changes, and while nothing does.
-_BUSY_TICK_S, _IDLE_TICK_S = 0.03, 0.5
+_BUSY_TICK_S, _IDLE_TICK_S = 0.06, 0.5
 
 
 class Conductor:

@@ -123,7 +123,6 @@ class ExpertActor:
             self._pool,
             self._read_expert,
             self._actor_of,
-            bytes_per_second=config.fill_bytes_per_s,
             deadline_s=config.step_deadline_s,
         )
         self._route_counts = RouteCounts(checkpoint.moe_layers, checkpoint.num_experts, torch.device(config.device))
@@ -203,6 +202,7 @@ class ExpertActor:
             demand_every_steps=config.demand_every_steps,
         )
         self._reception = Reception(config, self._rank.value, self._engine, self._post_office)
+        _present(self._filler, "allocate first").pace(config.fill_cap)
         restore_process()  # from here on others wait for this peer's steps
         self._thread = threading.Thread(target=self._engine.run, name=f"engine-{self._rank}", daemon=True)
         self._thread.start()

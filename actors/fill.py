@@ -57,6 +57,10 @@ class Filler:
         self._filling: set[tuple[int, int]] = set()
         self._thread = asyncio.Lock()
 
+    def pace(self, bytes_per_second: float | None) -> None:
+        """Another cap from here on: an engine begins to serve in this process."""
+        self._throttle = Throttle(bytes_per_second)
+
     async def fill(
         self, orders: Sequence[FillOrder], report: Callable[[FillOutcome], None] | None = None
     ) -> tuple[FillOutcome, ...]:
@@ -113,7 +117,6 @@ class Filler:
         chunks = list(self._chunks(orders))
         for at, chunk in enumerate(chunks):
             nbytes = sum(self._pool.slot_bytes(order.layer) for order, _ in chunk)
-            await asyncio.sleep(self._throttle.reserve(nbytes))
             started = time.monotonic()
             try:
                 answer: tuple[SlotBytes | SlotError, ...] = await ray_await(
@@ -127,6 +130,8 @@ class Filler:
                     settle(self._failed(order, error, started))
                 return
             for (order, _), given in arrived:
+                # Slot by slot, so that a serving engine beside it is never kept waiting for a whole answer.
+                await asyncio.sleep(self._throttle.reserve(self._pool.slot_bytes(order.layer)))
                 await self._one(order, partial(self._import, order, given), started, settle)
             del answer, arrived, given  # their memory in the object store, before the next chunk takes more
 

@@ -16,6 +16,8 @@ from ray_moe.errors import ConfigError, PlacementError
 from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, TopologyManifest, read_yaml, shown
 from ray_moe.relations import RuntimeTopology
 
+# While a CPU peer serves: copying and digesting at full speed would take half a core from its steps.
+CPU_FILL_BYTES_PER_S = 24e6
 MOST_PEERS = 1024  # where a configuration gives no bound
 # What can be chosen unit by unit: transports that need no group of their own, and every runner.
 _CHOSEN_TRANSPORTS = ("all_to_all_v", "padded_all_to_all", "all_gather_filter")
@@ -147,8 +149,8 @@ class ClusterConfig(Manifest):
 
     A cluster may grow to `max_peers` and shrink to `min_peers`, for which slot pools are sized (default: `peers`); it
     does so by itself with `autopilot`. Peers report what their routers asked for every `demand_every_steps` steps.
-    `fill_bytes_per_s` caps what a peer reads into slots, or gives to others, while it serves. What the controller must
-    remember lies in Ray's own store, or in `state_file`.
+    `fill_bytes_per_s` caps what a peer reads into slots, or gives to others, while it serves (default: 24 MB/s on CPU).
+    What the controller must remember lies in Ray's own store, or in `state_file`.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
@@ -264,6 +266,13 @@ class ClusterConfig(Manifest):
     def fewest_peers(self) -> int:
         """Slot pools are sized so that so few peers hold all experts."""
         return self.peers if self.min_peers is None else self.min_peers
+
+    @property
+    def fill_cap(self) -> float | None:
+        """Bytes per second; None for none, where copies take no time from the engine's processor."""
+        if self.fill_bytes_per_s is None and self.device == "cpu":
+            return CPU_FILL_BYTES_PER_S
+        return self.fill_bytes_per_s
 
     @property
     def most_peers(self) -> int:

@@ -274,10 +274,10 @@ def test_a_cap_spreads_a_fill_over_time_and_a_fill_given_up_leaves_its_slots_fre
     digests = first_read(peer, 1, layer, [5, 3, 1, 0, 2])
     ask(reader.meet, {0: reader, 1: peer}, 20.0, 2.0 * expert_bytes)
     wanted = orders(layer, digests)
-    free = ask(reader.fill_and_give_up, wanted, 0.5)  # two experts are here, the next ones wait for a second
+    free = ask(reader.fill_and_give_up, wanted, 0.75)  # two experts are here, one of them after half a second
     assert free == (2, 3, 4, 5)
     begin = time.monotonic()
     outcomes = ask(reader.fill, wanted)
-    # Of five experts, two are here; two go at once and pay a second, which the last one waits for.
+    # Of five experts, two are here; the others come half a second apart.
     assert time.monotonic() - begin >= 0.9  # a lower bound: the cap is a promise
     assert [outcome.nbytes for outcome in outcomes] == [0, 0, *[expert_bytes] * 3]
