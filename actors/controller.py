@@ -14,7 +14,6 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
@@ -24,7 +23,7 @@ from ray_moe.actors.journal import Journal, Record
 from ray_moe.actors.lookout import Lookout
 from ray_moe.actors.pilot import Pilot
 from ray_moe.actors.releases import ReleaseVerbs
-from ray_moe.actors.remote import create_routing, find_expert, kill
+from ray_moe.actors.remote import create_routing, find_expert, kill, this_actor, was_restarted
 from ray_moe.actors.reports import ClusterStatus, Directory, cluster_status
 from ray_moe.actors.rollouts import Rollouts
 from ray_moe.actors.startup import Startup
@@ -87,10 +86,10 @@ class ControllerActor(ReleaseVerbs):
         self._rollouts: Rollouts | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Future[None] | None = None
-        self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._restarted = was_restarted()
         self._resuming = asyncio.Lock()
         if self._restarted:
-            ray.get_runtime_context().current_actor.resume.remote()  # nobody else might call it
+            this_actor().resume.remote()  # nobody else might call it
 
     # ---- up ----
 
@@ -272,7 +271,7 @@ class ControllerActor(ReleaseVerbs):
             tuple(self._peers[rank] for rank in ranks),
             ranks,
             control.members_version,
-            ray.get_runtime_context().current_actor,
+            this_actor(),
         )
 
     async def status(self) -> ClusterStatus:

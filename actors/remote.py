@@ -101,6 +101,17 @@ def release_room(cluster: str, rank: int) -> None:
     ray.util.remove_placement_group(room)
 
 
+def was_restarted() -> bool:
+    """Whether Ray has started this actor again after its process died."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def this_actor() -> ActorHandle:
+    """A handle on the actor that asks."""
+    handle: ActorHandle = ray.get_runtime_context().current_actor
+    return handle
+
+
 def find_controller(cluster: str) -> ActorHandle:
     """The controller of a running cluster; `NotServingError` when there is none."""
     try:
