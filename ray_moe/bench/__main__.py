@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray_moe.bench import elastic_rows, engine, layer, payload, planner
+from ray_moe.bench import autoscale, elastic_rows, engine, layer, payload, planner
 from ray_moe.bench.elastic import Size
 from ray_moe.bench.report import Row, show, write
 from ray_moe.priority import USUAL_PRIORITY
@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row
     "engine": ("Tokens per second, 4 peers, beside transformers eager in one process", engine.run, lambda rows: rows),
     "layer": ("The step agreement, and one MoE layer in every way, 4 processes", layer.run, layer.table),
     "planner": ("EPLB maps beside the reference's rules, one run", planner.run, lambda rows: rows),
+    "autoscale": ("The autopilot beside fixed clusters, SIMULATED", autoscale.run, autoscale.table),
     "payload": ("Dispatch formats on the embedded model's rows: bytes and errors", payload.run, lambda rows: rows),
 }
 ELASTIC = "elastic"

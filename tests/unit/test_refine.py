@@ -154,13 +154,13 @@ def test_branch_and_bound_finds_what_brute_force_finds(case: Case) -> None:
 @untimed
 def test_balance_is_within_a_quarter_of_the_optimum_on_small_instances_and_near_it_on_average(seed: int) -> None:
     random = np.random.default_rng(seed)
-    loads = random.gamma(0.5, size=(8, 6))
+    loads = random.gamma(0.5, size=(32, 6))
     shape = Shape((3, 3, 3), (0, 0, 0)) if seed % 2 else Shape((4, 3, 2), (0, 0, 0))
     best = Objective().evaluate(loads, exact(loads, shape)).balance
     ratio = Objective().evaluate(loads, solve(loads, shape)).balance / best
     assert ratio.min() >= 1 - 1e-9
     assert ratio.max() <= 1.25
-    assert ratio.mean() <= 1.08
+    assert ratio.mean() <= 1.06
 
 
 def test_exact_refuses_what_it_cannot_enumerate() -> None:
