@@ -4,6 +4,11 @@
 #   make bench-elastic ARGS="--rebalances 5 --cycles 1"     a short run of what takes half an hour
 #   make test PYTHON=python3.12            another interpreter (for a .venv that is not there yet)
 #   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"      a CPU build of torch
+#
+# A CUDA host without a package registry is given the repository and one archive, made where there is a registry:
+#   make gpu-bundle                        .gpu/ray_cp312.tar.xz (40 MB, two minutes): Ray for the host's Python 3.12;
+#                                          refused where archive and working tree together would exceed 60 MiB
+#   mkdir -p .gpu/site && tar -C .gpu/site -xJf .gpu/ray_cp312.tar.xz && export PYTHONPATH=$PWD/.gpu/site:$PWD     there
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -14,7 +19,7 @@ INSTALLED := .venv/.installed
 # A demonstration, a test or a benchmark reports nothing to anybody.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-full gpu-test check lint format-check types bench bench-elastic install clean
+.PHONY: demo test test-full gpu-test gpu-bench gpu-bundle check lint format-check types bench bench-elastic install clean
 
 demo: install
 	@.venv/bin/ray-moe demo $(ARGS)
@@ -25,9 +30,17 @@ test: install
 test-full: install
 	@.venv/bin/python -m pytest -m "not gpu" $(ARGS)
 
-# On a CUDA host, with the Python there that has torch, transformers and pytest: these need neither Ray nor pydantic.
+# On a CUDA host, with the Python there that has torch, triton, transformers and pytest: these need neither Ray nor
+# pydantic. The benchmark writes its record to OUT, or prints it.
 gpu-test:
-	@$(PYTHON) -m pytest -m gpu tests/unit/test_loop.py tests/unit/test_engine_parity.py tests/unit/test_sampling.py $(ARGS)
+	@$(PYTHON) -m pytest -m gpu tests/kernels tests/unit/test_loop.py tests/unit/test_engine_parity.py \
+		tests/unit/test_sampling.py tests/unit/test_dummy.py $(ARGS)
+
+gpu-bench:
+	@$(PYTHON) -m ray_moe.bench.gpu_layer $(if $(OUT),--out $(OUT)) $(ARGS)
+
+gpu-bundle: install
+	@scripts/gpu_bundle.sh
 
 check: lint format-check types test
 

@@ -15,10 +15,11 @@ from ray_moe.comm.probe import probe
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.bundles import build, digest_of
-from ray_moe.controlplane.layouts import expert_layout, group_generation
+from ray_moe.controlplane.layouts import expert_layout, group_generation, require_releasable
 from ray_moe.dataplane.adaptive import Chooser
 from ray_moe.dataplane.captured import DecodeBucket, Executables
 from ray_moe.dataplane.handle import HandleABI
+from ray_moe.dataplane.local import Workspaces
 from ray_moe.dataplane.precision import DtypeRoles, break_even_width, codec_named
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.engine.blocks import BlockFacts
@@ -41,7 +42,10 @@ def find_model(config: ClusterConfig) -> Path:
 
     Raises `ConfigError` and `UnsupportedModelError`.
     """
-    path = tiny_moe_path() if config.model == TINY_MOE else resolve_model(config.model, revision=config.revision)
+    if config.model == TINY_MOE:
+        path = tiny_moe_path()
+    else:
+        path = resolve_model(config.model, revision=config.revision, weights=config.load_format == "safetensors")
     trust = config.trust_remote_code
     check_supported(read_config(path, trust_remote_code=trust), path=path, trust_remote_code=trust)
     return path
@@ -131,7 +135,15 @@ def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int,
         executables=Executables(buckets, torch.device(config.device)) if buckets else None,
         alternatives=alternatives,
         chooser=Chooser(len(alternatives)) if alternatives else None,
+        workspaces=workspaces_of(config),
     )
+
+
+def workspaces_of(config: ClusterConfig) -> Workspaces | None:
+    """Kernels for the whole layer compute what the grouped runner computes; another runner was asked for by name."""
+    if config.runner != "grouped":
+        return None
+    return Workspaces(max(config.max_prefill_tokens, config.max_decode_rows), config.batch_invariant)
 
 
 def transport_over(config: ClusterConfig, joined_as: ClusterConfig, seat: Transport) -> Transport:
@@ -171,9 +183,12 @@ def release_bundle(
 ) -> ReleaseBundle:
     """Everything that a step of this release must agree on (specification 0x0CA), bound to configuration and model.
 
-    `group` is the one that a peer has joined for this placement, by default the placement's own.
+    `group` is the one that a peer has joined for this placement, by default the placement's own. Raises `ReleaseError`
+    for a placement of parts of experts.
     """
     abi, group = handle_abi(config), group or snapshot.group
+    layout = expert_layout(group.peers, etp=max(slot.shard.count for layer in snapshot.layers for slot in layer.slots))
+    require_releasable(layout, None)  # a configuration has no way to state a manifest of shards
     checkpoint = CheckpointVersion(facts.checkpoint_version)
     roles = DtypeRoles.of(
         abi.payload_dtype, abi.return_dtype, abi.gate_location, abi.payload_format, gate_dtype=facts.gate_dtype
@@ -185,7 +200,7 @@ def release_bundle(
         placement_generation=snapshot.version.value,
         placement_digest=snapshot.digest,
         topology_version=snapshot.topology.version,
-        process_group_generation=group_generation(group, expert_layout(group.peers)),
+        process_group_generation=group_generation(group, layout),
         route_abi="ray_moe.routes/1",
         dispatch_handle_abi=abi.handle_version,
         precision_roles=(*asdict(roles).items(), ("gate_location", abi.gate_location)),

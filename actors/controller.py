@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from ray_moe.actors.bringup import find_model, known_nodes, store_host
+from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.actors.conductor import Conductor
 from ray_moe.actors.journal import Journal, Record
 from ray_moe.actors.lookout import Lookout
@@ -158,6 +159,7 @@ class ControllerActor(ReleaseVerbs):
         )
         self._pilot = Pilot(self._config, known.facts, known.storage, self._peers, self._lookout, self._conductor)
         self._advance("serve")
+        keep_what_is_loaded()
         self._rollouts = Rollouts(self._config, self._peers, self._require_routing, self._lookout, self._conductor)
         self._watching = [asyncio.create_task(each.rounds()) for each in (self._conductor, self._pilot, self._rollouts)]
         for task in self._watching:

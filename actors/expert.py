@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,10 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.actors.fill import Filler
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
+from ray_moe.actors.memory import Room, room_on
 from ray_moe.actors.model import LoadedModel, load_model
 from ray_moe.actors.reception import Reception
 from ray_moe.actors.remote import find_expert
@@ -30,7 +33,7 @@ from ray_moe.actors.seats import Seats
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Peer
-from ray_moe.controlplane.fetching import FillOrder, FillOutcome
+from ray_moe.controlplane.fetching import FillOrder, FillOutcome, FromPeer
 from ray_moe.controlplane.rollout import Heard, RolesOrder
 from ray_moe.dataplane.drill import drill
 from ray_moe.dataplane.layer import LayerCounters
@@ -92,49 +95,38 @@ class ExpertActor:
 
     # ---- one-time work ----
 
+    async def room(self) -> Room:
+        """What memory is free for this peer."""
+        return await self._beside(room_on, self._node, self._config.device)
+
     async def prepare(self, model: Path, capacity: int | None = None) -> ModelFacts:
         """Load the trunk, open the checkpoint, reserve `capacity` slots per layer; no expert is read.
 
-        Without a capacity the slots are left for another call. Raises what `load_trunk`, `Checkpoint` and `SlotPool`
-        raise.
+        Without a capacity the slots are left for another call. Raises what `load_model` and `SlotPool` raise.
         """
         async with self._one_time:
             loaded = self._model
-            facts = loaded.facts if loaded is not None else await self._beside(self._load, model)
+            facts = loaded.facts if loaded is not None else await self._beside(self._load, model, capacity)
             if self._pool is None and capacity is not None:
                 await self._beside(self._allocate, capacity)
         return facts
 
-    def _load(self, model: Path) -> ModelFacts:
+    def _load(self, model: Path, capacity: int | None) -> ModelFacts:
         self._progress = LoadProgress("trunk", 0, 1)
-        self._model = load_model(self._config, model)
+        self._model = load_model(self._config, model, capacity)
         self._counters = {layer: LayerCounters() for layer in self._model.facts.moe_layers}
         self._progress = LoadProgress("trunk", 1, 1)
         return self._model.facts
 
     def _allocate(self, capacity: int) -> None:
         """Slots whose addresses stay for this actor's life."""
-        config, model = self._config, self._loaded
-        checkpoint = model.checkpoint
+        config, model, checkpoint = self._config, self._loaded, self._loaded.checkpoint
         self._pool = SlotPool(
             checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=config.device
         )
-        self._filler = Filler(
-            self._pool,
-            self._read_expert,
-            self._actor_of,
-            deadline_s=config.step_deadline_s,
-        )
+        self._filler = Filler(self._pool, self._read_expert, self._actor_of, deadline_s=config.step_deadline_s)
         self._route_counts = RouteCounts(checkpoint.moe_layers, checkpoint.num_experts, torch.device(config.device))
-        self._seats = Seats(
-            config,
-            self._rank,
-            self._beside,
-            model,
-            self._pool,
-            self._counters,
-            self._route_counts,
-        )
+        self._seats = Seats(config, self._rank, self._beside, model, self._pool, self._counters, self._route_counts)
 
     def _read_expert(self, key: str, layer: int, expert: int) -> ExpertWeights:
         model = self._my_seats.model(key) if key else self._loaded
@@ -150,6 +142,7 @@ class ExpertActor:
             self._progress = LoadProgress("experts", done, len(orders))
 
         self._progress = LoadProgress("experts", 0, len(orders))
+        await self._meet([order.source.rank for order in orders if isinstance(order.source, FromPeer)])
         return await _present(self._filler, "allocate first").fill(orders, count)
 
     async def export_slots(self, slots: Sequence[tuple[int, int]]) -> tuple[SlotBytes | Exception, ...]:
@@ -174,7 +167,7 @@ class ExpertActor:
         config, model, seats = self._config, self._loaded, self._my_seats
         trunk = model.trunk
         view = await seats.first_view(routing)
-        self._engine = EngineLoop(
+        engine = EngineLoop(
             self._rank.value,
             trunk,
             KVCache(config.kv_blocks, config.block_size, config.device),
@@ -189,11 +182,7 @@ class ExpertActor:
             ),
             view,
             Outlet(
-                asyncio.get_running_loop(),
-                self._post_office,
-                seats.return_lease,
-                self._wake_peers,
-                self._demand.extend,
+                asyncio.get_running_loop(), self._post_office, seats.return_lease, self._wake_peers, self._demand.extend
             ),
             model.blocks,
             shared=overlap_shared(trunk, model.blocks) if config.strategy == "shared_path" else None,
@@ -201,10 +190,13 @@ class ExpertActor:
             route_counts=self._route_counts,
             demand_every_steps=config.demand_every_steps,
         )
-        self._reception = Reception(config, self._rank.value, self._engine, self._post_office)
+        await self._beside(engine.warm_up)
+        self._engine = engine
+        self._reception = Reception(config, self._rank.value, engine, self._post_office)
         _present(self._filler, "allocate first").pace(config.fill_cap)
+        keep_what_is_loaded()
         restore_process()  # from here on others wait for this peer's steps
-        self._thread = threading.Thread(target=self._engine.run, name=f"engine-{self._rank}", daemon=True)
+        self._thread = threading.Thread(target=engine.run, name=f"engine-{self._rank}", daemon=True)
         self._thread.start()
         self._sweeper = asyncio.create_task(self._post_office.sweep())
         self._progress = LoadProgress("serving", 1, 1)
@@ -216,7 +208,7 @@ class ExpertActor:
         return self._my_seats.observe(config, snapshot)
 
     async def prepare_release(self, model: Path) -> ModelFacts:
-        """Load another checkpoint beside the one that serves, at the lowest priority; no expert is read."""
+        """Load another checkpoint beside the one that serves; no expert is read."""
         async with self._one_time:
             return await self._my_seats.add_model(self._loop, model)
 
@@ -241,6 +233,7 @@ class ExpertActor:
 
     async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         """Take this peer's seats in an epoch; returns when all members have."""
+        await self._meet([rank.value for rank in spec.peers])
         await self._my_seats.join(spec, topology, store)
 
     async def close_epoch(self, epoch: int) -> None:
@@ -280,6 +273,7 @@ class ExpertActor:
 
     async def hand_over(self, to: Sequence[int]) -> int:
         """Admit nothing more, and give every open request to one of the ranks `to`; how many these took."""
+        await self._meet(to)
         return await self._desk.hand_over([(rank, self._actor_of(rank)) for rank in to])
 
     async def adopt(self, client: str, departing: Departing) -> bool:
@@ -292,7 +286,10 @@ class ExpertActor:
 
     async def set_members(self, version: int, ranks: Sequence[int]) -> None:
         """Tell clients who takes requests."""
+        await self._meet(ranks)
         self._post_office.set_members(Members(version, tuple((rank, self._actor_of(rank)) for rank in ranks)))
+        kept = {*ranks, *(rank.value for rank in self._loop.view.transport.group.spec.peers)}
+        self._actors = {rank: actor for rank, actor in self._actors.items() if rank in kept}
 
     async def finish(self) -> None:
         """After leaving: wait until clients have fetched what they were given here, within bounds; drop the groups."""
@@ -357,6 +354,12 @@ class ExpertActor:
         found = {layer: counters.ledger for layer, counters in self._counters.items()}
         return {layer: ledger.document() for layer, ledger in found.items() if ledger is not None}
 
+    async def _meet(self, ranks: Sequence[int]) -> None:
+        """Find actors, beside: Ray asks another process for each, and what that takes, all clients here would wait."""
+        for rank in set(ranks).difference(self._actors):
+            with suppress(NotServingError):  # whoever calls it hears of that
+                self._actors[rank] = await self._beside(find_expert, self._config.name, rank)
+
     def _actor_of(self, rank: int) -> ActorHandle:
         """Another rank's actor; `NotServingError` when there is none."""
         if rank not in self._actors:
@@ -385,11 +388,8 @@ class ExpertActor:
 
     async def _beside(self, work: Callable[..., _T], *args: Any) -> _T:
         """Run blocking work on another thread, under the start deadline."""
-        return await wait_for(
-            asyncio.to_thread(work, *args),
-            self._config.start_deadline_s,
-            f"{getattr(work, 'func', work).__name__} on rank {self._rank}",
-        )
+        what = f"{getattr(work, 'func', work).__name__} on rank {self._rank}"
+        return await wait_for(asyncio.to_thread(work, *args), self._config.start_deadline_s, what)
 
 
 def _present(value: _T | None, hint: str) -> _T:

@@ -10,26 +10,31 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from ray_moe.actors.bringup import check_choices
+from ray_moe.actors.memory import require_room
 from ray_moe.config import ClusterConfig
 from ray_moe.dataplane.graphs import dtype_name
 from ray_moe.engine.blocks import BlockFacts, probe_blocks
 from ray_moe.engine.records import ModelFacts
 from ray_moe.engine.trunk import Trunk, load_trunk
-from ray_moe.weights.checkpoint import Checkpoint
+from ray_moe.weights.formats import ExpertSource, open_experts
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`blocks` by MoE layer, as probed. Experts are read from `checkpoint` when they are needed."""
+    """`blocks` by MoE layer, as probed. Experts come from `checkpoint` when they are needed."""
 
     trunk: Trunk
     blocks: Mapping[int, BlockFacts]
-    checkpoint: Checkpoint
+    checkpoint: ExpertSource
     facts: ModelFacts
 
 
-def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
-    """Load a trunk and open its checkpoint; no expert is read. Raises what `load_trunk` and `Checkpoint` raise."""
+def load_model(config: ClusterConfig, path: Path, capacity: int | None = None) -> LoadedModel:
+    """Load a trunk and open its checkpoint; no expert is read. `capacity` are the slots per layer that are to follow.
+
+    Raises what `load_trunk` and `open_experts` raise, `NotAvailableError` when it does not fit into what is free.
+    """
+    require_room(config, path, capacity)
     disable_progress_bar()  # whoever starts the cluster draws its own
     trunk = load_trunk(
         path,
@@ -37,10 +42,13 @@ def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
         device=config.device,
         attn_implementation="ray_moe",
         trust_remote_code=config.trust_remote_code,
+        load_format=config.load_format,
     )
     check_choices(config, trunk.hidden_size)
     blocks = probe_blocks(trunk)
-    checkpoint = Checkpoint(path, trust_remote_code=config.trust_remote_code)
+    checkpoint = open_experts(
+        path, config.load_format, device=config.device, trust_remote_code=config.trust_remote_code
+    )
     facts = ModelFacts(
         checkpoint_version=checkpoint.identity,
         moe_layers=checkpoint.moe_layers,

@@ -98,11 +98,10 @@ class Pilot:
             self._log.serve(snapshot)
         ranks = [rank for rank in self._lookout.serving if rank in self._peers]
         found = await asyncio.gather(*map(self._reports_of, ranks))
-        now = time.monotonic()
         for rank, reports in zip(ranks, found, strict=True):
             for report in reports:
                 self._heard[rank] = report.sequence
-                dropped = self._log.fold(report, now)
+                dropped = self._log.fold(report)
                 if dropped is not None:
                     _LOG.info("a demand report of rank %d was not counted: %s", rank, dropped)
         for window in self._log.take():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -153,13 +154,19 @@ def _create(kind: type, name: str, cpus: float, *args: Any, **options: Any) -> A
     # By default no runtime_env: an environment of its own would keep an actor off the worker processes that Ray has
     # started ahead. Nor is one needed: Ray gives a worker with less than two CPUs a single OpenMP thread before it
     # imports the class.
-    remote_kind: Any = ray.remote(kind)
-    actor: ActorHandle = remote_kind.options(
+    made_of = _remote(kind).options(
         **{"max_restarts": 0, **options},
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=cpus,
         max_concurrency=1000,
-    ).remote(*args)
+    )
+    actor: ActorHandle = made_of.remote(*args)
     return actor
+
+
+@cache
+def _remote(kind: type) -> Any:
+    """Each call of `ray.remote` makes another class for Ray, which every process that meets an actor of it keeps."""
+    return ray.remote(kind)

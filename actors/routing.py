@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import ray
 
 from ray_moe.actors.bringup import handle_abi
+from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.drills import control_faults, disagreement, rehearsed
 from ray_moe.controlplane.generations import GenerationStatus
@@ -63,6 +64,7 @@ class RoutingActor:
         self._registry = ReleaseRegistry(final_after_steps=config.final_after_steps)
         self._recovering = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._configs: dict[str, ClusterConfig] = {}
+        keep_what_is_loaded()
         self._changes = time.time_ns()  # another number than that of an earlier process
 
     async def restore(self, memory: bytes, leases: Sequence[Lease]) -> None:

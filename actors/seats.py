@@ -22,6 +22,7 @@ from ray_moe.comm.join import join_transport
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
+from ray_moe.controlplane.layouts import expert_layout, require_layout
 from ray_moe.controlplane.rollout import Did, Heard, RolesOrder
 from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.dataplane.route_counts import RouteCounts
@@ -34,7 +35,6 @@ from ray_moe.engine.roles import Beside, Part, Roles
 from ray_moe.errors import NotServingError, RayMoEError, ReleaseError
 from ray_moe.identity import GlobalRank
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
-from ray_moe.priority import run_lowered
 from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.slots import SlotPool
 
@@ -160,19 +160,23 @@ class Seats:
         return self._models[checkpoint]
 
     async def add_model(self, loop: EngineLoop, path: Path) -> ModelFacts:
-        """Load another checkpoint at the lowest priority; asked again, the same one."""
+        """Load another checkpoint; asked again, the same one."""
         if path not in self._paths:
             config = self._config
-            model = await run_lowered(partial(load_model, config, path))
+            model = await self._beside(load_model, config, path)
             shared = overlap_shared(model.trunk, model.blocks) if config.strategy == "shared_path" else {}
             loop.know(model.trunk, shared)
             self._paths[path] = self._models[model.facts.checkpoint_version] = model
         return self._paths[path].facts
 
     def observe(self, config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
-        """What this peer makes of a release. Raises `NotServingError` without the checkpoint, or the epoch's seat."""
-        facts = self.model(snapshot.checkpoint_version.value).facts
-        return release_bundle(config, snapshot, facts, self.group(snapshot.group.epoch))
+        """What this peer makes of a release. Raises `NotServingError` without the checkpoint, or the epoch's seat, and
+        `ReleaseError` where the group that was joined, or what a slot holds, is not the placement's layout."""
+        facts, epoch = self.model(snapshot.checkpoint_version.value).facts, snapshot.group.epoch
+        joined = self.group(epoch)
+        groups = groups_of(self._joined_as[epoch], joined, snapshot.topology)
+        require_layout(expert_layout(snapshot.group.peers), groups, snapshot)
+        return release_bundle(config, snapshot, facts, joined)
 
     async def stage_roles(self, loop: EngineLoop, order: RolesOrder) -> None:
         """Hold views for a division of steps among releases. Raises as `stage`."""

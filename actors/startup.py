@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from ray_moe.actors.bringup import release_bundle, seats_of
+from ray_moe.actors.memory import Room, slots_held, spare_slots
 from ray_moe.actors.remote import create_expert
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig, expand_replicas
@@ -20,7 +21,7 @@ from ray_moe.controlplane.effects import Peer
 from ray_moe.controlplane.fetching import FillOutcome, digests_of, orders
 from ray_moe.controlplane.publication import Storage
 from ray_moe.controlplane.release_states import Note
-from ray_moe.controlplane.solve import balanced, place, pool_capacity
+from ray_moe.controlplane.solve import balanced, place
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import ModelFacts
 from ray_moe.errors import CheckpointError, NotServingError
@@ -45,13 +46,18 @@ class Startup:
         self._config, self._peers = config, peers
 
     async def load(self, model_path: Path) -> Loaded:
-        """Make the actors, load trunks, size and reserve the slot pools."""
+        """Make the actors, load trunks, size and reserve the slot pools.
+
+        Raises `ConfigError` with the sums, before anything is loaded, when a rank has too little memory.
+        """
         config = self._config
         self._peers.update({rank: create_expert(config, rank) for rank in range(config.peers)})
+        rooms: dict[int, Room] = dict(zip(self._peers, await self._all("room"), strict=True))
+        spare = await asyncio.to_thread(spare_slots, config, model_path, rooms)
         facts: list[ModelFacts] = await self._all("prepare", model_path)
         reports: list[Peer] = await self._all("report")
         nodes = tuple(report.node for report in reports)
-        first, storage = _first_placement(config, facts[0], nodes)
+        first, storage = _first_placement(config, facts[0], nodes, spare)
         await self._all("prepare", model_path, storage.capacity)
         return Loaded(facts[0], storage, first, nodes)
 
@@ -105,7 +111,7 @@ class Startup:
 
 
 def _first_placement(
-    config: ClusterConfig, facts: ModelFacts, nodes: Sequence[str]
+    config: ClusterConfig, facts: ModelFacts, nodes: Sequence[str], spare: int
 ) -> tuple[PlacementSnapshot, Storage]:
     """Even shares of every layer, and pools that hold the model on the fewest peers that the cluster may shrink to."""
     ranks = tuple(GlobalRank(rank) for rank in range(config.peers))
@@ -113,10 +119,9 @@ def _first_placement(
         dict.fromkeys(facts.moe_layers, facts.num_experts),
         ranks,
         replicas=expand_replicas(config.replicas, facts.moe_layers),
-        spare_slots=config.spare_slots,
+        spare_slots=spare,
     )
-    shrunk = -(-facts.num_experts // config.fewest_peers)
-    capacity = max(pool_capacity(assignment), shrunk + config.spare_slots)
+    capacity = slots_held(config, facts.moe_layers, facts.num_experts) + spare
     group, topology = seats_of(config, nodes)
     checkpoint = CheckpointVersion(facts.checkpoint_version)
     snapshot = place(
@@ -130,4 +135,4 @@ def _first_placement(
         prior=None,
         capacity=capacity,
     )
-    return snapshot, Storage(capacity, config.spare_slots, facts.expert_bytes)
+    return snapshot, Storage(capacity, spare, facts.expert_bytes)

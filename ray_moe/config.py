@@ -140,6 +140,11 @@ class AutopilotConfig(Manifest):
 class ClusterConfig(Manifest):
     """Everything that `ray-moe up` decides. Times are seconds; `spare_slots` are per peer and MoE layer.
 
+    `load_format` "dummy" reads the model's config.json alone and makes weights up. A peer may take `memory_bytes` of
+    its device, by default `memory_fraction` of what is free there (on CPU, of its share of that); what does not fit is
+    refused before anything is loaded, and `spare_slots` "auto" are as many as fit. `batch_invariant` (one GPU) gives a
+    request the same bits whatever it is batched with.
+
     `contract` names a historical combination and sets its fields. `node_labels` says per rank which node it belongs to
     (default: the Ray node that it runs on); `topology`, a document or the path of one, says more: relays, NICs,
     fabrics, and groups with their peer orders and epoch.
@@ -157,8 +162,9 @@ class ClusterConfig(Manifest):
     model: Annotated[str, Field(min_length=1)]
     revision: str | None = None
     trust_remote_code: bool = False
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
     peers: Positive = 4
-    spare_slots: Natural = 0
+    spare_slots: Annotated[int | Literal["auto"], BeforeValidator(lambda given: _spare_from(given))] = 0
     replicas: Annotated[
         AsTuple[ReplicaRequest],
         BeforeValidator(lambda given: parse_replicas(given) if isinstance(given, str) else given),
@@ -172,6 +178,8 @@ class ClusterConfig(Manifest):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
+    memory_bytes: Positive | None = None
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_blocks: Positive = 512
     block_size: Positive = 16
     max_prefill_tokens: Positive = 256
@@ -193,6 +201,7 @@ class ClusterConfig(Manifest):
         AfterValidator(lambda given: _known_choices(given)),
     ] = ()
     block_rows: Positive = 128
+    batch_invariant: bool = False
     strategy: Literal["bulk", "chunk_pipeline", "shared_path", "microbatch_pipeline"] = "bulk"
     strategy_parts: Positive = 2
     payload: Literal["native", "fp8_row", "fp8_block"] = "native"
@@ -280,6 +289,11 @@ class ClusterConfig(Manifest):
 
     @model_validator(mode="after")
     def _carried(self) -> Self:
+        if self.batch_invariant and (self.device, self.runner) != ("cuda", "grouped"):
+            raise ValueError(
+                f"batch_invariant needs device cuda and runner grouped, found {self.device} and {self.runner}: "
+                "no other products keep one order of summation"
+            )
         if self.peers > 1 and self.device == "cuda":
             raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
         return self
@@ -355,6 +369,12 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a cluster configuration is a mapping of fields, found {type(values).__name__}")
     return ClusterConfig.parse({**values, **(overrides or {})}, str(path))
+
+
+def _spare_from(given: object) -> object:
+    if given == "auto" or (type(given) is int and given >= 0):
+        return given
+    raise ValueError(f'found {shown(given)}, must be "auto" or a whole number greater than or equal to 0')
 
 
 def _layer_from(given: object) -> object:

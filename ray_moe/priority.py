@@ -1,30 +1,33 @@
 """A process that loads beside a serving one takes only the processor time that nobody else wants, until it serves too.
 
 Linux knows priorities of threads, not of processes, and lets an unprivileged thread lower its own but rarely raise it
-again (RLIMIT_NICE). `lower` lowers the whole process, and only by a means that can be undone here; `run_lowered` does
-one piece of work on a thread that ends with it, which needs no undoing and works everywhere.
+again (RLIMIT_NICE). `lower` lowers the whole process, and only by a means that can be undone here.
+
+Where the kernel divides processor time among sessions first (autogroup), a thread that is idle within its session still
+spends the session's time, and beside a third session that is busy the others in it wait for a second at a time. So a
+process that begins lowered leaves its session, and lowers the one that it gets.
+
+There is no such thing as one lowered thread in a process that serves: it would keep the interpreter's lock for as long
+as nobody lets it run.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from pathlib import Path
 
-from ray_moe.deadline import join_thread
+from ray_moe.deadline import Deadline, join_thread, pause
 
-_T = TypeVar("_T")
 # In a Ray of our own peers serve at usual priority. Ray's default, nice 15, leaves them a thirtieth of a core beside
 # any process that starts at nice 0, as every worker of Ray does.
 USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
 _PROBE_S = 10.0
 _NICEST = 19
+_AUTOGROUP, _SESSION_S = Path("/proc/self/autogroup"), 1.0
 
 
 class Means(StrEnum):
@@ -78,40 +81,53 @@ def lower() -> Lowered:
     return Lowered(Means.NONE)
 
 
-_begun: list[Lowered] = []
+_begun: list[tuple[Lowered, int | None]] = []  # what was lowered, and the nice value of the session that it left
 
 
 def begin_lowered() -> None:
-    """`lower` for a process that has just started, until `restore_process`."""
-    _begun.append(lower())
+    """`lower` for a process that has just started, in a session of its own, until `restore_process`."""
+    lowered = lower()
+    _begun.append((lowered, _leave_session() if lowered.means is not Means.NONE else None))
 
 
 def restore_process() -> Means:
     """Undo `begin_lowered`; returns what was used. NONE, and nothing is changed, in a process that did not begin so."""
-    means = _begun[0].means if _begun else Means.NONE
+    means = _begun[0][0].means if _begun else Means.NONE
     while _begun:
-        _begun.pop().restore()
+        lowered, session_nice = _begun.pop()
+        if session_nice is not None:
+            _weigh_session(session_nice)
+        lowered.restore()
     return means
 
 
-def lower_thread() -> Means:
-    """Lower the calling thread alone, for good where it cannot be undone; returns what was used."""
-    for means in (Means.IDLE, Means.NICE):
-        try:
-            _set(means, threading.get_native_id(), _lowest(means))
-        except OSError:  # this kernel does not know the means
-            continue
-        return means
-    return Means.NONE
+# -- Sessions
 
 
-async def run_lowered(work: Callable[..., _T], *args: Any) -> _T:
-    """Run blocking work on a thread of its own at the lowest priority; the thread ends with it."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix="lowered", initializer=lower_thread)
+def _leave_session() -> int | None:
+    """Go into a session of its own, which takes what other sessions leave. Returns the nice value of the one that was
+    left; None where that is not possible: without autogroups, and for the leader of a process group."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
-    finally:
-        executor.shutdown(wait=False)
+        usual = int(_AUTOGROUP.read_text().split()[-1])  # "/autogroup-7 nice 0"
+        os.setsid()
+    except (OSError, ValueError, IndexError):
+        return None
+    _weigh_session(_NICEST)
+    return usual
+
+
+def _weigh_session(nice: int) -> None:
+    """Where that is refused it is left: other work is done at the usual priority then, or this at a low one."""
+    deadline = Deadline(_SESSION_S)
+    while not deadline.passed:
+        try:
+            _AUTOGROUP.write_text(str(nice))
+        except BlockingIOError:  # the kernel takes ten such changes a second, of all processes together
+            pause(_SESSION_S / 20)
+        except OSError:
+            return
+        else:
+            return
 
 
 # -- One means on one thread: the kernel takes a thread's id where the names say process

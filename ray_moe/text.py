@@ -24,6 +24,8 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrained
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from error
+    if not tokenizer.encode("0", add_special_tokens=False):  # transformers makes an empty one where there are no files
+        raise ConfigError(f"{path} has no tokenizer: prompts are token ids there, and no text")
     return tokenizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_moe.comm.transports import Transport
+from ray_moe.controlplane.solve import PoolSlot
 from ray_moe.dataplane.captured import CapturedDecode, Executables
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
@@ -229,3 +230,16 @@ def worlds(draw: st.DrawFn, *, max_tokens: int = 6) -> World:
         random_routes(draw(st.integers(0, 9999)), draw(st.integers(0, max_tokens)), top_k, experts) for _ in ranks
     )
     return World(placement(homes, spec_of(ranks), domains=domains), routes)
+
+
+def retired_slots(prior: PlacementSnapshot, live: Iterable[PlacementSnapshot]) -> set[PoolSlot]:
+    """Oracle: the pool slots of a retired generation that none of the `live` ones uses."""
+
+    def homes(snapshot: PlacementSnapshot) -> set[PoolSlot]:
+        return {
+            PoolSlot(slot.destination_rank, layer.layer, slot.pool_slot)
+            for layer in snapshot.layers
+            for slot in layer.slots
+        }
+
+    return homes(prior).difference(*map(homes, live))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -185,7 +186,10 @@ def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tu
 
     port = config.port or free_ports(1)[0]
     if http:
-        serve_app().check_address(config.host, port)  # before minutes of loading
+        # Before minutes of loading.
+        serve_app().check_address(config.host, port)
+        if Path(config.model).is_dir():
+            serve_app().check_tokenizer(Path(config.model), config.trust_remote_code)
     out.say(f"starting {config.peers} peers")
     with out.loading() as draw:
         cluster = clusters.start(config, on_progress=draw)

@@ -16,7 +16,7 @@ from ray_moe.placement import LayerPlacement, PlacementSnapshot, Slot
 # What a release may change over the groups that are joined and the KV that is there.
 SETTINGS = (
     *("transport", "transport_chunks", "runner", "block_rows", "strategy", "strategy_parts"),
-    *("payload", "gate_location", "decode_buckets"),
+    *("payload", "gate_location", "decode_buckets", "batch_invariant"),
 )
 
 

@@ -156,15 +156,6 @@ def wanted_digests(candidate: PlacementSnapshot, serving: PlacementSnapshot | No
     }
 
 
-def digest_table(snapshot: PlacementSnapshot) -> dict[tuple[int, int], str]:
-    """(layer, expert) -> parameter digest, of every expert. `PlacementError` for a placement that is not verified."""
-    if not snapshot.verified:
-        raise PlacementError(
-            f"generation {snapshot.generation} has slots without a verified digest, so it gives no digest table"
-        )
-    return _known(snapshot)
-
-
 def digests_of(outcomes: Iterable[FillOutcome]) -> dict[tuple[int, int, int], str]:
     """What `PlacementSnapshot.with_digests` takes: (layer, rank, pool slot) -> digest of what is resident now."""
     return {

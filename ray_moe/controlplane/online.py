@@ -1,7 +1,7 @@
 """Demand on line: the ranks' reports folded exactly once into windows of steps, and estimates of what comes next.
 
     log.serve(snapshot)                 every generation that is published, before its ranks report
-    log.fold(report, now)               every report that arrives, in any order, some of them twice or never
+    log.fold(report)                    every report that arrives, in any order, some of them twice or never
     for window in log.take():           whole windows, in order
         estimates.observe(window)
 
@@ -150,7 +150,6 @@ class _Sum:
 class _Rank:
     """What a rank has reported, of what is not closed yet: step ranges by sequence number."""
 
-    heard: float
     begins: float = float("-inf")  # its first step, once its first report is there
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -199,7 +198,7 @@ class DemandLog:
         while len(self._generations) > _GENERATIONS:
             del self._generations[min(self._generations)]
 
-    def fold(self, report: Report, now: float) -> Drop | None:
+    def fold(self, report: Report) -> Drop | None:
         """Count a report; or the reason why it is not counted.
 
         Raises `ConfigError` for counts of another model, and for a rank or an epoch that its generation does not have.
@@ -216,8 +215,7 @@ class DemandLog:
                 f"rank {report.rank} reports on generation {report.generation} in epoch {report.epoch}; that is in "
                 f"epoch {versions.epoch} with ranks {', '.join(map(str, epoch.ranks))}"
             )
-        rank = self._ranks.setdefault(report.rank, _Rank(now))
-        rank.heard = max(rank.heard, now)
+        rank = self._ranks.setdefault(report.rank, _Rank())
         rank.steps[report.sequence] = (report.first_step, report.last_step)
         if report.sequence == 0:
             rank.begins = report.first_step
@@ -234,19 +232,6 @@ class DemandLog:
         taken = tuple(self._closed)
         self._closed.clear()
         return taken
-
-    # -- How old it is
-
-    def steps_behind(self, step: int) -> int:
-        """How many steps up to `step` no closed window has yet."""
-        return max(0, step + 1 - self._next * self._size)
-
-    def silent_seconds(self, now: float) -> dict[int, float]:
-        """By member of the newest epoch, the seconds since its last report; infinite where there was none."""
-        if not self._epochs:
-            return {}
-        ranks = self._epochs[max(self._epochs)].ranks
-        return {rank: now - self._ranks[rank].heard if rank in self._ranks else float("inf") for rank in ranks}
 
     # -- Details
 

@@ -130,20 +130,6 @@ def cancel(state: ControlState, number: int, who: str, now: float) -> ControlSta
     return state.put(replace(undone, undo_as="cancelled"))
 
 
-def memory_peak(operation: Operation, seen: Observed, storage: Storage) -> int:
-    """Bytes of the pool slots that are resident at once at the most during the operation's current wave.
-
-    Those of every live generation and the candidate's, each slot counted once (specification 0x08F).
-    """
-    slots = {
-        (layer.layer, slot.destination_rank, slot.pool_slot)
-        for snapshot in (*seen.live, *((operation.candidate,) if operation.candidate else ()))
-        for layer in snapshot.layers
-        for slot in layer.slots
-    }
-    return len(slots) * storage.expert_bytes
-
-
 # -- Taking in what was seen, and moving on
 
 

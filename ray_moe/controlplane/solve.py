@@ -1,8 +1,7 @@
 """Which rank holds which expert, and in which pool slot: an assignment, then a placement that keeps what is there.
 
 Pure. `balanced` is the start rule, which needs no demand. `place` turns any assignment into the snapshot of a new
-generation beside the live ones; `fills` and `retired_slots` are what must be loaded for it, and what may be freed after
-the old generation retired.
+generation beside the live ones; `fills` is what must be loaded for it.
 """
 
 from __future__ import annotations
@@ -233,12 +232,6 @@ def fills(snapshot: PlacementSnapshot, prior: PlacementSnapshot | None) -> tuple
         for slot in placement.slots
         if present.get(_home(placement, slot)) != (slot.logical_expert_id, slot.shard, slot.checkpoint_version)
     )
-
-
-def retired_slots(prior: PlacementSnapshot, live: Iterable[PlacementSnapshot]) -> tuple[PoolSlot, ...]:
-    """The pool slots of a retired generation that none of the `live` ones uses: they can be freed."""
-    in_use = {home for snapshot in live for home in _contents(snapshot)}
-    return tuple(home for home in _contents(prior) if home not in in_use)
 
 
 # -- Details: dictionaries by position are positions in the layer's homes

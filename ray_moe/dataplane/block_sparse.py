@@ -12,14 +12,27 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ray_moe.dataplane.uploads import Ints, upload
 from ray_moe.errors import ConfigError, RunnerError
 
 # A block-sparse kernel reads row offsets, column, row and transpose indices as INT32.
 INDEX_BYTES = 4
+
+
+class DeviceIndices(NamedTuple):
+    """`BlockTopology`'s index vectors and positions, int32 on the device."""
+
+    row_Z: Tensor
+    column_Z: Tensor
+    offsets_B1: Tensor
+    transpose_Z: Tensor
+    positions_R: Tensor
 
 
 def align_up(rows: int, multiple: int) -> int:
@@ -65,11 +78,15 @@ class BlockTopology:
     @cached_property
     def positions_R(self) -> Tensor:
         """Each useful row's place among the blocked rows [R] int64; no fringe row has an entry."""
+        return self._host_positions_R.to(self.device)
+
+    @cached_property
+    def _host_positions_R(self) -> Tensor:
         starts = accumulate(self.counts_S, initial=0)
         shifts = [padded - start for padded, start in zip(self.padded_offsets_S1, starts, strict=True)]
         counts_S = torch.tensor(self.counts_S, dtype=torch.int64)
         shift_R = torch.tensor(shifts[:-1], dtype=torch.int64).repeat_interleave(counts_S)
-        return (shift_R + torch.arange(shift_R.numel())).to(self.device)
+        return shift_R + torch.arange(shift_R.numel())
 
     @cached_property
     def fringe_rows(self) -> int:
@@ -112,6 +129,24 @@ class BlockTopology:
     @property
     def _row_blocks(self) -> int:
         return self.padded_offsets_S1[-1] // self.block_rows
+
+    # -- The same on the device, for kernels
+
+    @cached_property
+    def device_indices(self) -> DeviceIndices:
+        """The index vectors and positions as int32 on the device, in one copy; equal to the host's."""
+        wide, row_B = self.column_blocks, np.arange(self._row_blocks, dtype=np.int32)
+        blocks_S = np.diff(self.padded_offsets_S1) // self.block_rows
+        slot_B = np.repeat(np.arange(len(self.counts_S), dtype=np.int32), blocks_S)
+        column_Z = np.add.outer(slot_B * wide, np.arange(wide, dtype=np.int32)).ravel()
+        vectors: list[Ints] = [
+            np.repeat(row_B, wide),
+            column_Z,
+            np.arange(self._row_blocks + 1, dtype=np.int32) * wide,
+            np.argsort(column_Z, kind="stable").astype(np.int32),
+            self._host_positions_R.to(torch.int32).numpy(),
+        ]
+        return DeviceIndices(*upload(vectors, self.device))
 
     # -- Use
 

@@ -24,6 +24,7 @@ from ray_moe.dataplane.graphs import (
     dtype_name,
 )
 from ray_moe.dataplane.handle import HandleHeader
+from ray_moe.dataplane.layer_weights import LayerWeights
 from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.phases import (
     Buckets,
@@ -40,7 +41,7 @@ from ray_moe.dataplane.phases import (
     account_for,
 )
 from ray_moe.dataplane.plan import Layout, SlotMap
-from ray_moe.dataplane.runners import MaskedDecode
+from ray_moe.dataplane.runners import MaskedDecode, runner_named
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.errors import ConfigError
 from ray_moe.routes import Routes
@@ -109,8 +110,12 @@ class CapturedDecode:
         top_k: int,
         gate: torch.dtype,
         transport: Transport,
+        weights: LayerWeights | None = None,
     ) -> CapturedDecode:
-        """Bind every bucket to `header`'s generation. Raises `BindingError` when the generation is bound already."""
+        """Bind every bucket to `header`'s generation; `weights` None leaves the experts to torch on any device.
+
+        Raises `BindingError` when the generation is bound already.
+        """
         scope = ExecutableScope(
             process_group_id=f"{header.process_group_id}/epoch-{header.epoch}",
             placement_version=header.placement_version,
@@ -144,7 +149,7 @@ class CapturedDecode:
             pair_rows = min(bucket.rank_tokens * top_k, bucket.slot_rows * slots.most_slots)
             path = Path(
                 PaddedAllToAll(transport.group, pair_rows),
-                MaskedDecode(bucket.slot_rows),
+                runner_named(MaskedDecode.name, weights=weights, capacity=bucket.slot_rows),
                 strategy_named("shared_path"),  # bulk, where there is no shared expert
                 slot_capacity=bucket.slot_rows,
             )

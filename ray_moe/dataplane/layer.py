@@ -1,6 +1,7 @@
 """One MoE layer, in order. READ FIRST.
 
     routes -> plan -> (counts agreed by all peers) -> admit -> dispatch -> experts -> combine
+    routes -> local                  where one GPU has every expert, and nothing is agreed or moved
 
 Every invocation runs under exactly one header: one release, placement generation, group and epoch. All peers of the
 group call `forward` for the same layer of the same unit, with zero tokens when they have none. How the last three are
@@ -24,6 +25,7 @@ from ray_moe.dataplane.audit import audit
 from ray_moe.dataplane.captured import CapturedDecode
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
 from ray_moe.dataplane.invocation_ledger import InvocationLedger, Meter, take
+from ray_moe.dataplane.local import LocalLayer
 from ray_moe.dataplane.paths import Path, SharedExpert
 from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccount
 from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
@@ -41,13 +43,16 @@ _WHOLE = strategy_named("bulk")
 class LayerCounters:
     """Exact totals since the layer was built; each counts one thing.
 
-    Remote rows crossed to another peer, local ones did not. Decode units were replayed, or fell back for a reason.
+    Remote rows crossed to another peer, local ones did not. Invocations on one device alone are `local`. Decode units
+    were replayed, or fell back for a reason.
     `peak_live_bytes` is the most that one invocation held in named buffers. `fan_out` counts audited tokens, and the
-    ranks and nodes that their routes reached; `choices` counts units by phase and adaptive path; `ledger` is the last
-    audited invocation's.
+    ranks and nodes that their routes reached; `choices` counts units by phase and adaptive path; `torch_runners` counts
+    generations whose experts torch computes on a CUDA device, by why kernels do not; `ledger` is the last audited
+    invocation's.
     """
 
     invocations: int = 0
+    local: int = 0
     rows_local: int = 0
     rows_sent: int = 0
     rows_received: int = 0
@@ -57,6 +62,7 @@ class LayerCounters:
     peak_live_bytes: int = 0
     fan_out: Counter[str] = field(default_factory=Counter)
     choices: Counter[str] = field(default_factory=Counter)
+    torch_runners: Counter[str] = field(default_factory=Counter)
     ledger: InvocationLedger | None = None
 
     @staticmethod
@@ -96,7 +102,8 @@ class Invocation:
 class ExpertLayer:
     """One MoE layer of one generation on one peer.
 
-    `captured` replays decode units that fit; every other unit takes `path`, or what `adaptive` chooses. `route_counts`
+    `local` takes what it can, unless it is audited; `captured` replays decode units that fit; every other unit takes
+    `path`, or what `adaptive` chooses. `route_counts`
     is the rank's, for all layers and generations. Raises `StaleHandleError` when header, slots and transport are not of
     one generation, group and seat.
     """
@@ -112,6 +119,7 @@ class ExpertLayer:
         captured: CapturedDecode | None = None,
         route_counts: RouteCounts | None = None,
         adaptive: AdaptivePaths | None = None,
+        local: LocalLayer | None = None,
     ) -> None:
         group = path.transport.group
         if (header.generation, header.epoch) != (slots.generation, group.spec.epoch):
@@ -125,7 +133,7 @@ class ExpertLayer:
                 f"this is peer {group.peer_slot} of {len(group.spec)}"
             )
         self.header, self.slots, self.weights = header, slots, weights
-        self.path, self.captured = path, captured
+        self.path, self.captured, self.local = path, captured, local
         self.policy, self.counters, self.route_counts, self.adaptive = policy, counters, route_counts, adaptive
 
     def forward(
@@ -139,6 +147,8 @@ class ExpertLayer:
         and on the others when one of them could not plan. When it raises, its handles are abandoned, not left in
         flight.
         """
+        if self.local is not None and not invocation.audit and self.local.takes(hidden_TD):
+            return self._run_local(self.local, hidden_TD, routes, invocation)
         sealed = routes.seal() if invocation.audit else None
         eager = self._eager_path(invocation.unit)
         batches = _batches(routes, eager.strategy.batches)
@@ -179,14 +189,27 @@ class ExpertLayer:
             return self.path
         return replace(self.path, strategy=_WHOLE)
 
+    def _run_local(self, local: LocalLayer, hidden_TD: Tensor, routes: Routes, invocation: Invocation) -> Tensor:
+        self._require_hidden(hidden_TD, routes.num_tokens)
+        out_TD = local.run(hidden_TD, routes)
+        if self.route_counts is not None and not invocation.shadow:
+            self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
+        self.counters.invocations += 1
+        self.counters.local += 1
+        self.counters.rows_local += routes.num_routes
+        return out_TD
+
+    def _require_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
+        expected = (num_tokens, self.weights.down.shape[1])
+        if tuple(hidden_TD.shape) != expected or hidden_TD.dtype != self.header.abi.payload:
+            raise RoutesError(
+                f"layer {self.slots.layer}: hidden must be {list(expected)} in {self.header.abi.payload}, "
+                f"found {list(hidden_TD.shape)} in {hidden_TD.dtype}"
+            )
+
     def _plan(self, hidden_TD: Tensor, batches: Sequence[Routes], invocation: Invocation) -> list[Plan]:
         try:
-            expected = (sum(batch.num_tokens for batch in batches), self.weights.down.shape[1])
-            if tuple(hidden_TD.shape) != expected or hidden_TD.dtype != self.header.abi.payload:
-                raise RoutesError(
-                    f"layer {self.slots.layer}: hidden must be {list(expected)} in {self.header.abi.payload}, "
-                    f"found {list(hidden_TD.shape)} in {hidden_TD.dtype}"
-                )
+            self._require_hidden(hidden_TD, sum(batch.num_tokens for batch in batches))
             return [make_plan(batch, self.slots, self.policy) for batch in batches]
         except Exception:
             # The others wait for our counts. Told so, they refuse this invocation too, and the epoch can go on.

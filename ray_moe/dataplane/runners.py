@@ -7,10 +7,11 @@ C capacity, D hidden, F FFN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cache
 from itertools import pairwise
 from math import gcd
 from typing import Protocol
@@ -20,13 +21,14 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ray_moe.dataplane.block_sparse import INDEX_BYTES, BlockTopology, align_up, topology_indices
+from ray_moe.dataplane.layer_weights import LayerWeights
 from ray_moe.dataplane.ledger import DESCRIPTOR_BYTES, MatmulFlops, Padding, swiglu_matmul_flops
 from ray_moe.dataplane.precision import aligned_rows
 from ray_moe.dataplane.rows import ExpertRows, MaskedRows, Mode, SegmentedRows, require_mode
 from ray_moe.errors import ConfigError, RunnerError
 from ray_moe.evidence import LogicalBytes, RowSlots
 
-Activation = Callable[[Tensor], Tensor]
+_LOG = logging.getLogger(__name__)
 
 # Rows and the most columns of a sparse block: the block size of MegaBlocks at revision 952db33.
 BLOCK_ROWS = BLOCK_COLUMNS = 128
@@ -34,44 +36,6 @@ BLOCK_ROWS = BLOCK_COLUMNS = 128
 # State of a call in its declared schema: m, n, k and five offsets for each problem; one byte a row of a mask; one
 # INT64 count a slot.
 MASK_BYTES, COUNT_BYTES = 1, 8
-
-
-@dataclass(frozen=True, eq=False)
-class LayerWeights:
-    """The generation's view of one layer's slot pool: which storage index each local slot uses, and the slabs.
-
-    `gate_up` [pool, 2F, D] gate rows first, `down` [pool, D, F], biases [pool, 2F] and [pool, D] or None;
-    `pool_slots` [S] in dispatch order. `activation` maps [..., 2F] to [..., F] with the family's own clamps.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    pool_slots: tuple[int, ...]
-    activation: Activation
-    generation: int = 0
-
-    @cached_property
-    def experts(self) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], ...]:
-        """Each local slot's own (gate_up, down, gate_up bias, down bias): views of the slabs, in dispatch order."""
-        return tuple(
-            (
-                self.gate_up[pool_slot],
-                self.down[pool_slot],
-                None if self.gate_up_bias is None else self.gate_up_bias[pool_slot],
-                None if self.down_bias is None else self.down_bias[pool_slot],
-            )
-            for pool_slot in self.pool_slots
-        )
-
-    @cached_property
-    def stack(self) -> slice | Tensor:
-        """Indexes a slab by local slot: a view where the pool slots are consecutive, a copy where they are not."""
-        first, count = (self.pool_slots or (0,))[0], len(self.pool_slots)
-        if self.pool_slots == tuple(range(first, first + count)):
-            return slice(first, first + count)
-        return torch.tensor(self.pool_slots, device=self.gate_up.device)
 
 
 @dataclass(frozen=True)
@@ -118,7 +82,10 @@ class Runner(Protocol):
     `run` takes the rows of its `mode`, empty slots in their places, and returns a new object of the same type and
     layout with the outputs. It raises `StageError` for rows of the other mode, `RunnerError` for rows that are not laid
     out over these slots or do not fit; no row is ever dropped. `work` is the accounting of one call with these counts.
+    `fallback` is why torch computes on a CUDA device what kernels should; None where that is not so.
     """
+
+    fallback: str | None
 
     @property
     def name(self) -> str: ...
@@ -135,9 +102,16 @@ class Grouped:
     """One product per non-empty segment, exact rows (0x04C)."""
 
     name, mode = "grouped", Mode.NORMAL
+    fallback: str | None = None
 
     def run(self, rows: ExpertRows, weights: LayerWeights) -> SegmentedRows:
         segments = _segmented(rows, weights, self.name)
+        if segments.rows_RD.shape[0] == 0:
+            return SegmentedRows(torch.empty_like(segments.rows_RD), segments.offsets_S1)
+        return SegmentedRows(self._experts(segments, weights), segments.offsets_S1)
+
+    def _experts(self, segments: SegmentedRows, weights: LayerWeights) -> Tensor:
+        """The outputs of at least one row."""
         rows_RD, activation = segments.rows_RD, weights.activation
         outputs = [
             _affine(activation(_affine(rows_RD[start:end], gate_up, gate_up_bias)), down, down_bias)
@@ -146,8 +120,7 @@ class Grouped:
             )
             if end > start
         ]
-        out_RD = torch.cat(outputs) if outputs else torch.empty_like(rows_RD)
-        return SegmentedRows(out_RD, segments.offsets_S1)
+        return torch.cat(outputs)
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
         active = sum(count > 0 for count in counts_S)
@@ -163,6 +136,7 @@ class CapacityPadded:
     """
 
     name, mode = "capacity_padded", Mode.NORMAL
+    fallback: str | None = None
 
     def __init__(self, capacity: int | None = None, alignment: int = 1) -> None:
         _require_at_least_1(capacity=capacity, alignment=alignment)
@@ -170,15 +144,19 @@ class CapacityPadded:
 
     def run(self, rows: ExpertRows, weights: LayerWeights) -> SegmentedRows:
         segments = _segmented(rows, weights, self.name)
-        rows_RD, counts_S = segments.rows_RD, _counts(segments)
-        stride = align_up(_capacity(self.capacity, counts_S), self.alignment)
-        if rows_RD.shape[0] == 0:
-            return SegmentedRows(torch.empty_like(rows_RD), segments.offsets_S1)
+        stride = align_up(_capacity(self.capacity, row_counts(segments)), self.alignment)
+        if segments.rows_RD.shape[0] == 0:
+            return SegmentedRows(torch.empty_like(segments.rows_RD), segments.offsets_S1)
+        return SegmentedRows(self._experts(segments, stride, weights), segments.offsets_S1)
+
+    def _experts(self, segments: SegmentedRows, stride: int, weights: LayerWeights) -> Tensor:
+        """The outputs of at least one row, computed in a buffer of `stride` rows a slot."""
+        rows_RD, counts_S = segments.rows_RD, row_counts(segments)
         count_S = torch.tensor(counts_S, device=rows_RD.device)
         valid_SC = torch.arange(stride, device=rows_RD.device) < count_S[:, None]
         padded_SCD = rows_RD.new_zeros(len(counts_S), stride, rows_RD.shape[1])
         padded_SCD[valid_SC] = rows_RD
-        return SegmentedRows(_batched(padded_SCD, weights)[valid_SC], segments.offsets_S1)
+        return _batched(padded_SCD, weights)[valid_SC]
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
         useful, capacity = sum(counts_S), _capacity(self.capacity, counts_S)
@@ -200,6 +178,7 @@ class BlockSparse:
     """
 
     name, mode = "block_sparse", Mode.NORMAL
+    fallback: str | None = None
 
     def __init__(self, block_rows: int = BLOCK_ROWS, block_columns: int | None = None) -> None:
         _require_at_least_1(block_rows=block_rows, block_columns=block_columns)
@@ -212,39 +191,44 @@ class BlockSparse:
 
     def topology(self, rows: SegmentedRows, weights: LayerWeights) -> BlockTopology:
         """The topology of these segments under the weights' generation."""
-        counts_S, ffn, device = _counts(rows), weights.down.shape[2], rows.rows_RD.device
+        counts_S, ffn, device = row_counts(rows), weights.down.shape[2], rows.rows_RD.device
         last = self._last
         if last is None or last.device != device or not last.serves(weights.generation, counts_S, ffn):
             last = self._last = BlockTopology(
-                weights.generation, counts_S, ffn, self.block_rows, self._columns(ffn), device
+                weights.generation, counts_S, ffn, self.block_rows, self.columns(ffn), device
             )
         return last
 
     def run_under(self, topology: BlockTopology, rows: SegmentedRows, weights: LayerWeights) -> SegmentedRows:
         """`run` for who keeps a topology; `RunnerError` when it is of another generation, counts or FFN width."""
-        topology.require(weights.generation, _counts(rows), weights.down.shape[2])
+        topology.require(weights.generation, row_counts(rows), weights.down.shape[2])
         if rows.rows_RD.shape[0] == 0:
             return SegmentedRows(torch.empty_like(rows.rows_RD), rows.offsets_S1)
+        return SegmentedRows(self._experts(topology, rows.rows_RD, weights), rows.offsets_S1)
+
+    def _experts(self, topology: BlockTopology, rows_RD: Tensor, weights: LayerWeights) -> Tensor:
+        """The outputs of at least one row, computed in whole blocks."""
         experts = weights.experts
         # The hidden matrix is zero outside a slot's own columns: [blocked rows, F] holds its non-zero blocks.
         inner = [
             _affine(panel, experts[slot][0], experts[slot][2])
-            for slot, panel in topology.panels(topology.gather(rows.rows_RD))
+            for slot, panel in topology.panels(topology.gather(rows_RD))
         ]
         outer = [
             _affine(panel, experts[slot][1], experts[slot][3])
             for slot, panel in topology.panels(weights.activation(torch.cat(inner)))
         ]
-        return SegmentedRows(topology.scatter(torch.cat(outer)), rows.offsets_S1)
+        return topology.scatter(torch.cat(outer))
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
         rows = aligned_rows(counts_S, self.block_rows)
-        entries = topology_indices(counts_S, self.block_rows, ffn // self._columns(ffn))
+        entries = topology_indices(counts_S, self.block_rows, ffn // self.columns(ffn))
         state = LogicalBytes(entries * INDEX_BYTES)
         padding = Padding(useful=RowSlots(int(rows.useful)), block_fringe=RowSlots(int(rows.waste)))
         return Work(padding, hidden, ffn, state)
 
-    def _columns(self, ffn: int) -> int:
+    def columns(self, ffn: int) -> int:
+        """Columns of a block for this FFN width."""
         return self.block_columns or gcd(ffn, BLOCK_COLUMNS)
 
 
@@ -257,6 +241,7 @@ class MaskedDecode:
     """
 
     name, mode = "masked_decode", Mode.LOW_LATENCY
+    fallback: str | None = None
 
     def __init__(self, capacity: int | None = None) -> None:
         _require_at_least_1(capacity=capacity)
@@ -268,7 +253,11 @@ class MaskedDecode:
         if self.capacity not in (None, capacity):
             raise RunnerError("capacity_mismatch", f"the buffer holds {capacity} rows a slot, not {self.capacity}")
         _capacity(capacity, masked.counts_S)
-        return MaskedRows(_batched(masked.rows_SCD, weights), masked.counts_S)
+        return MaskedRows(self._experts(masked, weights), masked.counts_S)
+
+    def _experts(self, masked: MaskedRows, weights: LayerWeights) -> Tensor:
+        """The outputs [S, C, D]; rows beyond a slot's count may hold anything."""
+        return _batched(masked.rows_SCD, weights)
 
     def work(self, counts_S: Sequence[int], hidden: int, ffn: int) -> Work:
         useful, slots = sum(counts_S), len(counts_S)
@@ -282,17 +271,52 @@ RUNNERS: dict[str, type[Runner]] = {
 }
 
 
-def runner_named(name: str, *, capacity: int | None = None, alignment: int = 1, block_rows: int = BLOCK_ROWS) -> Runner:
-    """Choose a runner once, at construction; each takes the options that it has. `ConfigError` lists the names."""
-    builders: dict[str, Callable[[], Runner]] = {
-        Grouped.name: Grouped,
-        CapacityPadded.name: lambda: CapacityPadded(capacity, alignment),
-        BlockSparse.name: lambda: BlockSparse(block_rows),
-        MaskedDecode.name: lambda: MaskedDecode(capacity),
-    }
-    if name not in builders:
+def runner_named(
+    name: str,
+    *,
+    weights: LayerWeights | None = None,
+    capacity: int | None = None,
+    alignment: int = 1,
+    block_rows: int = BLOCK_ROWS,
+) -> Runner:
+    """Choose a runner once, at construction; each takes the options that it has. `ConfigError` lists the names.
+
+    For `weights` on a CUDA device it is the one that computes with kernels, for weights of their shapes and form alone.
+    Where the kernels do not suit them it is the torch runner all the same, which says why in `fallback` and the log.
+    """
+
+    def build(classes: Mapping[str, Callable[..., Runner]]) -> Runner:
+        options: dict[str, tuple[int | None, ...]] = {
+            Grouped.name: (),
+            CapacityPadded.name: (capacity, alignment),
+            BlockSparse.name: (block_rows,),
+            MaskedDecode.name: (capacity,),
+        }
+        return classes[name](*options[name])
+
+    if name not in RUNNERS:
         raise ConfigError(f"runner must be one of {', '.join(sorted(RUNNERS))}, found {name!r}")
-    return builders[name]()
+    runner = build(RUNNERS)
+    if weights is None or not weights.down.is_cuda:
+        return runner
+    try:
+        from ray_moe.dataplane import gpu_runners
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] != "triton":
+            raise
+        runner.fallback = "triton is not installed"
+    else:
+        runner.fallback = gpu_runners.refusal(runner, weights)
+        if runner.fallback is None:
+            return build(gpu_runners.GPU_RUNNERS)
+    _warn_once(name, runner.fallback)
+    return runner
+
+
+@cache
+def _warn_once(name: str, reason: str) -> None:
+    """Layers, generations and buckets choose alike: one line for all."""
+    _LOG.warning("runner %s computes in torch, without kernels: %s", name, reason)
 
 
 # -- Shared by the runners
@@ -344,7 +368,7 @@ def _require_slots(found: int, weights: LayerWeights) -> None:
         )
 
 
-def _counts(rows: SegmentedRows) -> tuple[int, ...]:
+def row_counts(rows: SegmentedRows) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(rows.offsets_S1))
 
 

@@ -17,6 +17,7 @@ from ray_moe.dataplane.captured import CapturedDecode, Executables
 from ray_moe.dataplane.completion import StagingPool
 from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
+from ray_moe.dataplane.local import LocalLayer, Workspaces
 from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import ReplicaPolicy, policy_named
@@ -95,7 +96,7 @@ class Backend:
 
     `alternatives` are transport and runner by name, among which `chooser` takes one for each unit; without them it is
     `transport` and `runner` always. `executables` is None without decode buckets. `blocks` are what probing the trunk's
-    MoE blocks found.
+    MoE blocks found. `workspaces` are for the layers that one GPU computes alone; None keeps to the path of handles.
     """
 
     transport: Transport
@@ -108,20 +109,28 @@ class Backend:
     alternatives: Mapping[str, tuple[Transport, str]] = field(default_factory=dict)
     chooser: Chooser | None = None
     staging: StagingPool = field(default_factory=StagingPool)
+    workspaces: Workspaces | None = None
 
-    def path(self) -> Path:
+    def local(self, header: HandleHeader, slots: SlotMap, weights: LayerWeights, top_k: int) -> LocalLayer | None:
+        """The layer on this device alone; None beside executables or a chooser, which have paths of their own."""
+        if self.workspaces is None or self.executables is not None or self.chooser is not None:
+            return None
+        return self.workspaces.layer(slots, weights, top_k, header.abi)
+
+    def path(self, weights: LayerWeights) -> Path:
         """A path of its own for one layer; all share the staging buffers, since a peer runs one layer at a time."""
-        return self._path(self.transport, self.runner)
+        return self._path(self.transport, self.runner, weights)
 
-    def adaptive_paths(self) -> AdaptivePaths | None:
+    def adaptive_paths(self, weights: LayerWeights) -> AdaptivePaths | None:
         """The alternatives as paths of one layer; None where there is nothing to choose."""
         if self.chooser is None:
             return None
-        paths = (self._path(*choice) for choice in self.alternatives.values())
+        paths = (self._path(*choice, weights) for choice in self.alternatives.values())
         return AdaptivePaths(tuple(self.alternatives), tuple(paths), self.chooser)
 
-    def _path(self, transport: Transport, runner: str) -> Path:
-        return Path(transport, runner_named(runner, block_rows=self.block_rows), self.strategy, staging=self.staging)
+    def _path(self, transport: Transport, name: str, weights: LayerWeights) -> Path:
+        runner = runner_named(name, weights=weights, block_rows=self.block_rows)
+        return Path(transport, runner, self.strategy, staging=self.staging)
 
 
 def build_view(
@@ -157,24 +166,30 @@ def build_view(
     for placement in snapshot.layers:
         slots = SlotMap.compile(snapshot, placement, rank, torch.device(pool.device))
         slab = pool.slab(placement.layer)
+        weights = LayerWeights(
+            gate_up=slab.gate_up,
+            down=slab.down,
+            gate_up_bias=slab.gate_up_bias,
+            down_bias=slab.down_bias,
+            pool_slots=slots.pool_slots,
+            activation=trunk.activation(placement.layer),
+            generation=snapshot.generation,
+            form=trunk.activation_form(placement.layer),
+        )
+        path = backend.path(weights)
+        if path.runner.fallback is not None:
+            counters[placement.layer].torch_runners[path.runner.fallback] += 1
         layers[placement.layer] = ExpertLayer(
             header=header,
             slots=slots,
-            weights=LayerWeights(
-                gate_up=slab.gate_up,
-                down=slab.down,
-                gate_up_bias=slab.gate_up_bias,
-                down_bias=slab.down_bias,
-                pool_slots=slots.pool_slots,
-                activation=trunk.activation(placement.layer),
-                generation=snapshot.generation,
-            ),
-            path=backend.path(),
+            weights=weights,
+            path=path,
             policy=policy,
             counters=counters[placement.layer],
-            captured=_captured(backend, header, slots, trunk),
+            captured=_captured(backend, header, slots, trunk, weights),
             route_counts=route_counts,
-            adaptive=backend.adaptive_paths(),
+            adaptive=backend.adaptive_paths(weights),
+            local=backend.local(header, slots, weights, trunk.top_k),
         )
     return GenerationView(
         lease=lease, header=header, layers=layers, policy=policy, transport=backend.transport, trunk=trunk
@@ -192,7 +207,9 @@ def _require_resident(snapshot: PlacementSnapshot, rank: GlobalRank, pool: SlotP
                 )
 
 
-def _captured(backend: Backend, header: HandleHeader, slots: SlotMap, trunk: Trunk) -> CapturedDecode | None:
+def _captured(
+    backend: Backend, header: HandleHeader, slots: SlotMap, trunk: Trunk, weights: LayerWeights
+) -> CapturedDecode | None:
     if backend.executables is None:
         return None
     return CapturedDecode.bind(
@@ -203,4 +220,5 @@ def _captured(backend: Backend, header: HandleHeader, slots: SlotMap, trunk: Tru
         trunk.top_k,
         backend.blocks[slots.layer].gate,
         backend.transport,
+        weights,
     )

@@ -26,7 +26,7 @@ from ray_moe.engine.generation import Departure, GenerationView
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.pacing import SLEEP_HEARTBEAT_S, Pacing
 from ray_moe.engine.records import Load, Outlet, Refusal, StreamRecord
-from ray_moe.engine.roles import Division, Roles, Turn, hand_on
+from ray_moe.engine.roles import Division, Roles, hand_on
 from ray_moe.engine.scheduler import Emission, Request, Scheduler
 from ray_moe.engine.state import LOOP_TABLE, LoopCounters, LoopState, Switch
 from ray_moe.engine.trunk import Trunk
@@ -86,6 +86,10 @@ class EngineLoop:
         self._demand = DemandReporter(rank, route_counts, demand_every_steps, outlet)
         view.activate()
 
+    def warm_up(self) -> None:
+        """Before `run`, on any thread: what a first step would otherwise keep all peers waiting for."""
+        self._units.warm_up(self.trunk)
+
     # ---- the loop ----
 
     @torch.inference_mode()
@@ -103,7 +107,8 @@ class EngineLoop:
                 self._take_inbox()
                 next_plan = self._plan(agreed.step + 1)
                 ticket = self._offer(next_plan)
-                self._deliver(self._units.run(plan, agreed, turn), agreed.step, turn)
+                for part in self._units.run(plan, agreed, turn):
+                    self._deliver(part.emissions, agreed.step, part.view)
                 for gone in hand_on(roles.views(main), self.division.now.views(self.view)):
                     self.outlet.lease_returned(gone)
                 executed = perf_counter()
@@ -349,11 +354,11 @@ class EngineLoop:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _deliver(self, emissions: Sequence[Emission], step: int, turn: Turn) -> None:
+    def _deliver(self, emissions: Sequence[Emission], step: int, view: GenerationView) -> None:
         if not emissions:
             return
         self.counters.tokens_emitted += len(emissions)
-        where = (step, turn.view.generation, turn.view.epoch)
+        where = (step, view.generation, view.epoch)
         self.outlet.deliver(
             [
                 StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason)

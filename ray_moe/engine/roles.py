@@ -65,7 +65,9 @@ class Roles:
             return Turn(main, None, main.checkpoint if apart else None)
         if beside.part is Part.SHADOW:
             return Turn(main, beside.view)
-        return Turn(beside.view, None, beside.view.checkpoint if apart else None)
+        if apart:
+            return Turn(beside.view, None, beside.view.checkpoint)
+        return Turn(beside.view, instead=main if beside.part is Part.CANARY else None)
 
     def checkpoint_of(self, request_id: str, main: GenerationView) -> str:
         """The checkpoint that a new request keeps to its end, by its id alone: a canary's gets one in `period`."""
@@ -81,11 +83,13 @@ class Roles:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one step runs under. `checkpoint` is the one whose requests it plans; None for all of them."""
+    """What one step runs under. `checkpoint` is the one whose requests it plans; None for all of them. `instead` runs
+    what a canary of the same checkpoint cannot."""
 
     view: GenerationView
     shadow: GenerationView | None = None
     checkpoint: str | None = None
+    instead: GenerationView | None = None
 
 
 class Division:

@@ -11,6 +11,7 @@ Letters: T tokens, K top-k, R rows, D hidden, F ffn.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ray_moe.errors import CheckpointError, ConfigError, NotServingError, UnsupportedModelError
+from ray_moe.kernels.activation import SwiGLU
 from ray_moe.weights.checkpoint import check_supported, read_config
+from ray_moe.weights.dummy import fill_model
 from ray_moe.weights.shards import read_index
 from ray_moe.weights.sources import experts_modules, meta_model, model_class
 
@@ -66,9 +69,16 @@ class Trunk:
 
     def activation(self, layer: int) -> Activation:
         """The layer's activation over canonical rows; ConfigError when the layer has no routed experts."""
+        return experts_activation(self._experts_of(layer))
+
+    def activation_form(self, layer: int) -> SwiGLU | None:
+        """The same activation in numbers, for kernels; None where it has no such form. ConfigError as `activation`."""
+        return activation_form(self._experts_of(layer))
+
+    def _experts_of(self, layer: int) -> nn.Module:
         if layer not in self.experts:
             raise ConfigError(f"layer {layer} has no routed experts; the layers that have are {tuple(self.experts)}")
-        return experts_activation(self.experts[layer])
+        return self.experts[layer]
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -129,6 +139,31 @@ def experts_activation(experts: nn.Module) -> Activation:
     return interleaved
 
 
+def activation_form(experts: nn.Module) -> SwiGLU | None:
+    """The `SwiGLU` with the values of the module's own activation, in fp32, beyond every clamp; None if there is none.
+
+    A module's `limit` and `alpha` only say what to try: the values decide, never a name.
+    """
+    module: Any = experts
+    if not module.has_gate:
+        return None
+    candidates = [SwiGLU()]
+    limit, alpha = (getattr(module, name, None) for name in ("limit", "alpha"))
+    if isinstance(limit, int | float) and isinstance(alpha, int | float):
+        candidates.append(SwiGLU(float(limit), float(alpha), 1.0))
+    # On the host where the module allows it: nobody waits for the device.
+    held = next(itertools.chain(experts.parameters(), experts.buffers()), None)
+    samples = torch.cat((torch.linspace(-30, 30, 241), torch.tensor([-1e4, -1e3, -1e2, 1e2, 1e3, 1e4])))
+    rows_R2 = torch.cartesian_prod(samples, samples).to("cpu" if held is None else held.device)
+    gate_R1, up_R1 = rows_R2.split(1, dim=1)
+    with torch.no_grad():
+        own_R1 = experts_activation(experts)(rows_R2)
+        for candidate in candidates:
+            if torch.allclose(own_R1, candidate(gate_R1, up_R1), rtol=1e-5, atol=1e-6):
+                return candidate
+    return None
+
+
 def load_trunk(
     path: str | Path,
     *,
@@ -136,10 +171,12 @@ def load_trunk(
     device: torch.device | str = "cpu",
     attn_implementation: str,
     trust_remote_code: bool = False,
+    load_format: str = "safetensors",
 ) -> Trunk:
     """Loads everything except the routed experts from a model folder, in evaluation mode and without gradients.
 
-    `attn_implementation` is a name in transformers' attention registry; register your own before the call.
+    `attn_implementation` is a name in transformers' attention registry; register your own before the call. With
+    `load_format` "dummy" only the configuration is read, and the tensors are made on `device` (`weights.dummy`).
 
     Raises:
         ConfigError: no model folder, untrusted code, or an attention implementation that nobody registered or that the
@@ -152,6 +189,35 @@ def load_trunk(
     check_supported(config, path=folder, trust_remote_code=trust_remote_code)
     cls = model_class(config, folder, trust_remote_code)
     _check_attention(cls, config, attn_implementation)
+    if load_format == "dummy":
+        model = trunk_skeleton(config, cls, dtype, attn_implementation)
+        fill_model(model, folder, device)
+    else:
+        model = _read_trunk(folder, config, cls, dtype, attn_implementation)
+    model.requires_grad_(False).eval().to(device)
+    experts = {}
+    for layer, name, module in experts_modules(model):
+        module.layer_idx, module.ray_moe_name = layer, name  # type: ignore[assignment]
+        experts[layer] = module
+    return Trunk(model, model.config, experts, top_k_of(model))
+
+
+def trunk_skeleton(
+    config: PretrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, attn_implementation: str
+) -> Any:
+    """The trunk on the meta device: modules and shapes, no storage."""
+    with torch.device("meta"):
+        return _trunk_class(cls)._from_config(
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            experts_implementation=EXPERTS_IMPLEMENTATION,
+        )
+
+
+def _read_trunk(
+    folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, attn_implementation: str
+) -> Any:
     read_index(folder)  # a truncated shard is named here; the loader below would only say that a header is invalid
     model, report = _trunk_class(cls).from_pretrained(
         folder,
@@ -165,15 +231,10 @@ def load_trunk(
         output_loading_info=True,
     )
     _check_complete(folder, report)
-    model.requires_grad_(False).eval().to(device)
-    experts = {}
-    for layer, name, module in experts_modules(model):
-        module.layer_idx, module.ray_moe_name = layer, name  # type: ignore[assignment]
-        experts[layer] = module
-    return Trunk(model, model.config, experts, _top_k(model))
+    return model
 
 
-def _top_k(model: PreTrainedModel) -> int:
+def top_k_of(model: PreTrainedModel) -> int:
     """Routes per token: as the routers beside the experts say, else as the configuration does."""
     found = set()
     for _, name, _ in experts_modules(model):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,23 @@ from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.roles import Turn
+from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Emission, Scheduler
 from ray_moe.engine.state import LoopCounters, ReleaseTally
 from ray_moe.engine.trunk import Binding, Trunk
-from ray_moe.engine.units import StepPlan, UnitBatch
-from ray_moe.errors import CollectiveError, RayMoEError
+from ray_moe.engine.units import Row, StepPlan, UnitBatch, pack_unit
+from ray_moe.errors import CollectiveError
 from ray_moe.routes import Routes
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The units of a step that ran under one view."""
+
+    view: GenerationView
+    emissions: list[Emission] = field(default_factory=list)
 
 
 class UnitRunner:
@@ -46,6 +59,7 @@ class UnitRunner:
         self._view: GenerationView | None = None
         self._invocation = Invocation(0, "decode")
         self._empty_TD = torch.zeros(0, trunk.hidden_size, dtype=trunk.dtype, device=trunk.device)
+        self._shared = shared
         self.bind(trunk, shared)
 
     def bind(self, trunk: Trunk, shared: Mapping[int, SharedPath]) -> None:
@@ -56,59 +70,101 @@ class UnitRunner:
 
         trunk.bind(bound)
 
-    def run(self, plan: StepPlan, agreed: Agreement, turn: Turn) -> list[Emission]:
-        """The agreed units in order, as `turn` says; without rows of our own we join each layer with zero tokens."""
+    @torch.inference_mode()
+    def warm_up(self, trunk: Trunk) -> None:
+        """Forward a token and then another through everything but the routed experts, before the first step.
+
+        A first forward allocates the KV pools and touches all their memory: of a peer that joins, in a step that all
+        the others wait for. What it leaves there lies in blocks that nobody owns.
+        """
+
+        def no_experts(layer: int, _module: nn.Module) -> Binding:
+            shared = self._shared.get(layer)
+
+            def run(hidden_TD: Tensor, _topk_ids_TK: Tensor, _topk_weights_TK: Tensor) -> Tensor:
+                if shared is not None:
+                    shared.begin(hidden_TD)
+                    shared.end()
+                return torch.zeros_like(hidden_TD)
+
+            return run
+
+        trunk.bind(no_experts)
+        size, greedy = self._cache.block_size, SamplingParams(temperature=0.0)
+        blocks = tuple(range(min(self._cache.num_blocks, -(-2 // size))))
+        kinds: tuple[Phase, ...] = ("prefill", "decode")
+        for position, kind in zip(range(len(blocks) * size), kinds, strict=False):
+            row = Row(kind, "warm-up", 0, 0, position, 1, blocks, True, position)
+            _outputs_of(trunk, self._cache, pack_unit(kind, [row], [[0]], [greedy], size, trunk.device))
+        self.bind(trunk, self._shared)
+
+    def run(self, plan: StepPlan, agreed: Agreement, turn: Turn) -> list[Ran]:
+        """The agreed units in order, as `turn` says; without rows of our own we join each layer with zero tokens.
+
+        What a canary cannot run is its fault, and runs under the view that serves instead, as the rest of the step. All
+        peers find that together or not at all: a layer refuses on all of them, and when one alone has stopped in the
+        middle of an exchange, the others' next one does not fit, and breaks the epoch.
+        """
         audit = self._audit_every > 0 and agreed.step % self._audit_every == 0
-        emissions: list[Emission] = []
         for view in (turn.view, turn.shadow):
             if view is not None:
                 view.policy.observe(agreed.rows_P)
-        units = plan.agreed_units(prefill=agreed.prefill, decode=agreed.decode)
-        for kind, unit in units:
+        view = turn.view
+        ran: list[Ran] = []
+        for kind, unit in plan.agreed_units(prefill=agreed.prefill, decode=agreed.decode):
             batch = self._scheduler.materialise(unit) if unit is not None else None
             # First the shadow: what it writes into the KV cache is overwritten.
             shadowed = self._shadow(turn.shadow, agreed.step, kind, batch) if turn.shadow is not None else None
-            self._view, self._invocation = turn.view, Invocation(agreed.step, kind, audit=audit)
-            if batch is None or unit is None:
-                self._join_empty(turn.view)
+            logits_BV, done, invocation = None, False, Invocation(agreed.step, kind, audit=audit)
+            if turn.instead is not None and view is turn.view:
+                logits_BV, done = self._try(view, invocation, batch)
+                if not done:
+                    view = turn.instead
+                    view.policy.observe(agreed.rows_P)
+            if not done:
+                logits_BV = self._outputs(view, invocation, batch)
+            if not ran or ran[-1].view is not view:
+                ran.append(Ran(view))
+            if logits_BV is None or batch is None or unit is None:
                 continue
-            logits_BV = self.forward(batch)
             tokens = batch.sampling.sample(logits_BV).tolist()
             if shadowed is not None and turn.shadow is not None:
                 tally = self._counters.of_release(turn.shadow.release_id)
                 _compare(tally, shadowed, logits_BV, batch.sampling.sample(shadowed).tolist(), tokens)
-            emissions += self._scheduler.commit(unit, batch, tokens)
-        if units:
-            self._counters.of_release(turn.view.release_id).ran(agreed.step, len(emissions))
-        return emissions
+            ran[-1].emissions.extend(self._scheduler.commit(unit, batch, tokens))
+        for part in ran:
+            self._counters.of_release(part.view.release_id).ran(agreed.step, len(part.emissions))
+        return ran
 
     def forward(self, batch: UnitBatch) -> Tensor:
         """Logits [rows that sample, V] of one unit. May be replayed: KV writes go to the same places."""
         assert self._view is not None  # units run inside `run` only
-        output = self._view.trunk.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=batch.sample_rows,
-            ray_moe=self._cache.bind(batch),
-        )
-        logits: Tensor = output.logits[0]
-        return logits
+        return _outputs_of(self._view.trunk, self._cache, batch)
 
     def _shadow(self, view: GenerationView, step: int, kind: Phase, batch: UnitBatch | None) -> Tensor | None:
         """A unit's logits under a candidate; None without rows. What the candidate cannot run is its fault, and the
-        step's own units run all the same, unless the group is broken."""
-        self._view, self._invocation = view, Invocation(step, kind, shadow=True)
-        tally = self._counters.of_release(view.release_id)
-        tally.shadow_steps += 1
+        step's own units run all the same."""
+        self._counters.of_release(view.release_id).shadow_steps += 1
+        return self._try(view, Invocation(step, kind, shadow=True), batch)[0]
+
+    def _try(self, view: GenerationView, invocation: Invocation, batch: UnitBatch | None) -> tuple[Tensor | None, bool]:
+        """`_outputs` under a candidate, and whether it ran. A broken group is no fault of its: `CollectiveError`."""
         try:
-            if batch is not None:
-                return self.forward(batch)
-            self._join_empty(view)
+            return self._outputs(view, invocation, batch), True
         except CollectiveError:
             raise
-        except RayMoEError:
-            tally.faults += 1
+        except Exception as error:  # noqa: BLE001 - whatever a candidate does, the release that serves goes on
+            self._counters.of_release(view.release_id).faults += 1
+            where = f"rank {self._rank}: step {invocation.step}, {invocation.unit}, release {view.release_id}"
+            _LOG.warning("%s: %r", where, error)
+        return None, False
+
+    def _outputs(self, view: GenerationView, invocation: Invocation, batch: UnitBatch | None) -> Tensor | None:
+        """A unit's logits under a view; None without rows."""
+        self._view, self._invocation = view, invocation
+        if batch is not None:
+            return self.forward(batch)
+        self._join_empty(view)
         return None
 
     def _join_empty(self, view: GenerationView) -> None:
@@ -135,6 +191,18 @@ class UnitRunner:
             return out_TD
 
         return run
+
+
+def _outputs_of(trunk: Trunk, cache: KVCache, batch: UnitBatch) -> Tensor:
+    output = trunk.model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.sample_rows,
+        ray_moe=cache.bind(batch),
+    )
+    logits: Tensor = output.logits[0]
+    return logits
 
 
 def _compare(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from ray_moe.errors import ConfigError, NotServingError
 from ray_moe.serve.api import openai_api
 from ray_moe.serve.generation import Backends, ClusterDoor
 from ray_moe.serve.schema import AppArgs
+from ray_moe.text import load_tokenizer
 
 # Requests that one replica works on at a time; each waits for the engine, and costs the replica next to nothing.
 MAX_ONGOING_REQUESTS = 256
@@ -57,10 +59,11 @@ def run(cluster_name: str, *, host: str, port: int, model_name: str | None = Non
     """Serve a running cluster at http://host:port and return once /health answers there.
 
     Raises `NotServingError` or `PeerLostError` when the cluster does not serve, `ConfigError` when the address cannot
-    be had, `DeadlineError` after `seconds`. What was started is taken down again.
+    be had or the model has no tokenizer, `DeadlineError` after `seconds`. What was started is taken down again.
     """
     deadline = Deadline(seconds)
-    connect(cluster_name).directory()
+    directory = connect(cluster_name).directory()
+    check_tokenizer(directory.model_path, directory.config.trust_remote_code)
     check_address(host, port)
     application = _application(cluster_name)
     try:
@@ -86,6 +89,14 @@ def check_address(host: str, port: int) -> None:
         _require_open(host, port)
     else:
         _require_free(host, port)
+
+
+def check_tokenizer(model: Path, trust_remote_code: bool) -> None:
+    """`ConfigError` for a model without a tokenizer: every answer holds text."""
+    try:
+        load_tokenizer(model, trust_remote_code=trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; HTTP needs one, leave it out (--no-http)") from error
 
 
 def shutdown(cluster_name: str | None = None) -> None:

@@ -177,10 +177,7 @@ class Checkpoint:
         return layout.hidden, layout.ffn
 
     def layout(self, layer: int) -> ExpertLayout:
-        module = self._module(layer)
-        first, second = module.shapes[module.up_name][1:]
-        rows, hidden = (second, first) if module.is_transposed else (first, second)
-        return ExpertLayout(hidden, rows // 2 if module.has_gate else rows, module.has_gate, module.has_bias)
+        return layout_of(self._module(layer))
 
     def expert(self, layer: int, expert: int, *, dtype: torch.dtype | None = None) -> ExpertWeights:
         """Reads one expert to host memory, cast to `dtype` if one is given.
@@ -261,6 +258,13 @@ class Checkpoint:
     def _index_file(self) -> str:
         index = self.path / INDEX_NAME
         return str(index if index.is_file() else self.path)
+
+
+def layout_of(module: ExpertsModule) -> ExpertLayout:
+    """The canonical layout of the module's experts."""
+    first, second = module.shapes[module.up_name][1:]
+    rows, hidden = (second, first) if module.is_transposed else (first, second)
+    return ExpertLayout(hidden, rows // 2 if module.has_gate else rows, module.has_gate, module.has_bias)
 
 
 def _wrong_shapes(
@@ -370,7 +374,7 @@ def _refuse_quantised(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(config.model_type, f"its weights are quantised ({get('quant_method')})")
 
 
-def resolve_model(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
+def resolve_model(path_or_hub_id: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of a model: the path itself, or the hub's snapshot of that id (downloaded, or taken from the cache).
 
     Raises ConfigError when it is neither a model folder nor a hub id that can be resolved.
@@ -378,7 +382,7 @@ def resolve_model(path_or_hub_id: str | Path, *, revision: str | None = None) ->
     folder = Path(path_or_hub_id).expanduser()
     if not folder.is_dir():
         try:
-            files = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+            files = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", *(["*.safetensors"] if weights else [])]
             # Offline, a pinned commit is taken from the cache only when told so; a branch or tag falls back by itself.
             offline = constants.HF_HUB_OFFLINE
             name = str(path_or_hub_id)

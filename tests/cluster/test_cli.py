@@ -180,3 +180,15 @@ def test_ctrl_c_while_a_cluster_comes_up_ends_everything_and_exits_130(shell: Sh
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_2(shell: Shell) -> None:
     code, stdout, stderr = shell.run("generate", "--model", "/nowhere", "--prompt", "a")
     assert (code, stdout, stderr) == (2, "", "error: model '/nowhere' is not a folder\n")
+
+
+def test_a_model_that_does_not_fit_is_one_line_with_the_sums_and_exit_2_and_leaves_nothing(shell: Shell) -> None:
+    arguments = ("--model", "tiny-moe", "--peers", "2", "--spare-slots", "2", "--no-http")
+    code, stdout, stderr = shell.run("up", *arguments, "--set", "memory_bytes=3145728")
+    *_, told = stderr.splitlines()
+    assert (code, stdout) == (2, "")
+    assert told.startswith("error: rank 0 needs ")
+    assert "than its 3 MiB (memory_bytes 3145728): trunk " in told
+    assert all(term in told for term in ("expert slots", "2 of them spare", "KV cache", "work buffers"))
+    assert_nothing_is_left(shell)
+    assert list((shell.folder / "moe").glob("*.json")) == []

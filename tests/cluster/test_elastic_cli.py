@@ -1,4 +1,4 @@
-"""rebalance, scale, drain, cancel and history against a cluster that runs: commands as processes, one cluster for all.
+"""rebalance, scale, drain, cancel, history and release against a cluster that runs: commands as processes, one cluster.
 
 Every test takes the cluster as it finds it, serving on two peers, and leaves it so. Commands take seconds to start: a
 rank that comes is suspended while it loads, so that they find its operation under way.
@@ -204,3 +204,46 @@ def test_what_cannot_be_is_one_line_and_exit_2(shell: Shell) -> None:
     ):
         code, stdout, stderr = shell.run(*arguments)
         assert (code, stdout, stderr) == (2, "", f"error: {message}\n")
+
+
+def test_a_release_is_built_shown_not_promoted_too_early_and_rolled_back_with_its_reason(shell: Shell) -> None:
+    serving = shell.answer("status")["release_id"]
+    built = shell.answer("release", "build", "--set", "runner=block_sparse", "--why", "is it faster?")
+    name = built["release_id"]
+    assert (built["prior"], built["why"], built["auto"], built["phase"]) == (serving, "is it faster?", False, "waiting")
+
+    code, stdout, stderr = shell.run("release", "promote", "--json")
+    refused = json.loads(stdout)["error"]
+    assert (code, refused["type"], stderr.count("\n")) == (1, "ReleaseError", 1)
+    assert refused["message"].startswith("not_promoted: ") and f"release {name} is " in refused["message"]
+
+    gone = shell.answer("release", "rollback", name, "--why", "not today")
+    assert (gone["release_id"], gone["phase"]) in [(name, "rolled_back"), (name, "failed")]
+    assert gone["reason"].endswith("not today")
+    told = shell.answer("release", "status")
+    assert [one["release_id"] for one in told["releases"] if one["dispatching"]] == [serving]
+    assert [(one["release_id"], one["reason"]) for one in told["rollouts"]] == [(name, gone["reason"])]
+
+
+@pytest.mark.full
+def test_a_release_is_promoted_by_hand_once_its_evidence_is_there_and_serves(shell: Shell) -> None:
+    name = shell.answer(
+        *("release", "build", "--set", "transport=all_gather_filter", "--share", "0.5", "--shadow-rate", "0.5")
+    )["release_id"]
+    deadline = time.monotonic() + WITHIN_S
+    while True:  # people ask it things meanwhile, and promote it as soon as they may
+        shell.answer("generate", "--prompt", "HAMLET. To be,", "--max-tokens", "300", "--ignore-eos")
+        code, stdout, _ = shell.run("release", "promote", "--wait", "30", "--json")
+        if code == 0:
+            break
+        assert json.loads(stdout)["error"]["type"] == "ReleaseError"
+        assert time.monotonic() < deadline
+    promoted = json.loads(stdout)
+    assert (promoted["release_id"], promoted["phase"]) == (name, "active")
+    status = shell.answer("status")
+    assert (status["release_id"], status["transport"]) == (name, "all_gather_filter")
+    code, shown, stderr = shell.run("release", "status")
+    assert code == 0, stderr
+    assert f"{name}: ACTIVE, takes new dispatches" in shown
+    gone = shell.answer("release", "rollback", "--why", "a drill")
+    assert gone["phase"] == "rolled_back"

@@ -26,6 +26,7 @@ from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, ReleaseError
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client
+from tests.cluster.faults import actor_of, kill
 from tests.e2e.oracle import Reference
 
 pytestmark = pytest.mark.cluster
@@ -229,3 +230,38 @@ def test_another_checkpoint_is_rolled_out_back_and_out_again_and_no_answer_mixes
     number = cluster.rebalance(replicas={(layer, 5): 2 for layer in range(4)})
     assert cluster.wait(number, WAIT_S).stage is Stage.DONE, "copies of the new checkpoint's experts"
     assert asyncio.run(Client(cluster.directory()).generate(PROMPT, GREEDY)).token_ids == new
+
+
+@pytest.mark.full
+def test_a_rollout_goes_on_when_the_controller_is_killed_in_each_phase(cluster: Cluster) -> None:
+    load, before = Load(cluster), asyncio.run(Client(cluster.directory()).generate(PROMPT, GREEDY)).token_ids
+    serving = cluster.status()
+    other = "grouped" if serving.runner == "capacity_padded" else "capacity_padded"
+
+    async def killed() -> None:
+        await asyncio.to_thread(lambda: kill(actor_of(cluster, "controller")))
+
+    async def rollout() -> None:
+        await built(cluster, settings={"runner": other})
+        await reached(cluster, Phase.SHADOW, Phase.CANARY)
+        await killed()
+        await reached(cluster, Phase.CANARY)
+        await killed()
+        while not await asyncio.to_thread(promoted, cluster):
+            await asyncio.sleep(0.2)
+        await reached(cluster, Phase.ACTIVE, Phase.RETIRING, Phase.DONE)
+        await killed()
+        await reached(cluster, Phase.DONE)
+        await load.answers()
+        await built(cluster, settings={"runner": serving.runner}, auto=True)
+        await reached(cluster, Phase.ACTIVE)
+        await asyncio.to_thread(lambda: cluster.release_rollback(why="a drill"))
+        await killed()
+        await reached(cluster, Phase.ROLLED_BACK)
+        await load.answers()
+
+    asyncio.run(load.during(rollout))
+    assert set(load.seen) == {before}
+    status = cluster.status()
+    assert (status.runner, status.state) == (other, "serving")
+    assert [one.dispatching for one in cluster.releases().releases].count(True) == 1

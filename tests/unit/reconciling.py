@@ -16,7 +16,7 @@ from ray_moe.controlplane.occupancy import Occupancy
 from ray_moe.controlplane.operations import ByHomes, ControlState, Operation, Stage, Target
 from ray_moe.controlplane.outstanding import candidate_in, changes, departing, ranks_of
 from ray_moe.controlplane.publication import Storage
-from ray_moe.controlplane.reconcile import absorb, cancel, memory_peak, reconcile
+from ray_moe.controlplane.reconcile import absorb, cancel, reconcile
 from ray_moe.controlplane.solve import Assignment, LayerAssignment, place
 from ray_moe.identity import CheckpointVersion, GlobalRank, LogicalExpertId, PlacementVersion, ProcessGroupId
 from ray_moe.placement import PlacementSnapshot
@@ -29,6 +29,20 @@ Slots = frozenset[tuple[int, int, int]]  # (rank, layer, pool slot)
 _LEAVING = (Stage.MOVING, Stage.PUBLISHING, Stage.SWITCHING, Stage.ENDING)
 _UNDONE = (Stage.UNDOING, Stage.CANCELLED, Stage.FAILED)
 _ROUNDS_AT_MOST = 600
+
+
+def memory_peak(operation: Operation, seen: Observed, storage: Storage) -> int:
+    """Bytes of the pool slots that are resident at once at the most during the operation's current wave.
+
+    Those of every live generation and the candidate's, each slot counted once (specification 0x08F).
+    """
+    slots = {
+        (layer.layer, slot.destination_rank, slot.pool_slot)
+        for snapshot in (*seen.live, *((operation.candidate,) if operation.candidate else ()))
+        for layer in snapshot.layers
+        for slot in layer.slots
+    }
+    return len(slots) * storage.expert_bytes
 
 
 def first_placement(homes: Homes, capacity: int) -> PlacementSnapshot:

@@ -97,6 +97,10 @@ WAITING_MODULE = "deadline"
 
 # "module: call" -> why this one is no unbounded wait, or cannot go through ray_moe/deadline.py.
 ALLOWED_WAITS: dict[str, str] = {
+    # Inside kernels: a warp waits for its own program's copies, which the same launch has begun.
+    "kernels.decode_layer: mbarrier.wait": "on the device",
+    "kernels.warp_gemm: mbarrier.wait": "on the device",
+    "kernels.fp8_warp: mbarrier.wait": "on the device",
     # The product's own Ticket: its result() waits in deadline.wait_work under the group's deadline.
     "comm.gloo: self._group.wait": "GlooGroup.wait is where the ticket does so",
     "comm.gloo: self._gather(self._open(self._payload), line).result": "the count exchange's ticket",

@@ -14,6 +14,7 @@ from ray_moe.engine.generation import GenerationView, build_view
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
 from ray_moe.errors import StaleHandleError
+from ray_moe.kernels.activation import SwiGLU
 from tests.one_peer import RANK, OnePeer
 
 PROMPTS = {f"p{length}": tuple(1 + (7 * i + length) % 250 for i in range(length)) for length in (5, 40, 90)}
@@ -46,6 +47,9 @@ def test_an_engine_with_executables_gives_the_eager_engines_tokens(
     eager = serve(OnePeer(folder), 12)
     peer = OnePeer(folder, strategy=strategy, buckets=ENGINE_BUCKETS)
     assert serve(peer, 12) == eager
+    # What lets kernels compute the layers where there is a GPU.
+    forms = {layer.weights.form for layer in peer.loop.view.layers.values()}
+    assert forms == {SwiGLU(7.0, 1.702, 1.0) if family == "gpt_oss" else SwiGLU()}
     for counters in peer.counters.values():
         decode_units = counters.replays + counters.fallbacks.total()
         assert 11 <= decode_units < counters.invocations, "prompts never replay"

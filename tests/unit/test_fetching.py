@@ -17,7 +17,6 @@ from ray_moe.controlplane.fetching import (
     FillOutcome,
     FromCheckpoint,
     FromPeer,
-    digest_table,
     digests_of,
     evidence,
     orders,
@@ -166,12 +165,6 @@ def test_a_slot_that_holds_something_else_is_ordered_and_is_nobodys_source() -> 
     stale = RESIDENT | {(0, LAYER, 1): "something else", (2, LAYER, 1): "something else"}
     found = orders(candidate, SERVING, stale)
     assert [(o.rank, o.pool_slot, o.source) for o in found] == [(2, 1, FromCheckpoint()), (0, 1, FromCheckpoint())]
-
-
-def test_only_a_verified_placement_gives_a_digest_table() -> None:
-    assert digest_table(SERVING) == {(LAYER, expert): digest(expert) for expert in range(3)}
-    with pytest.raises(PlacementError, match="generation 1 has slots without a verified digest"):
-        digest_table(placed([(0, 0)], {0: "a"}))
 
 
 def test_orders_and_outcomes_survive_pickling() -> None:

@@ -256,3 +256,22 @@ def test_a_loop_that_ends_closes_every_group_of_its_transport(
     for group in groups:
         with pytest.raises(CollectiveError, match="the group is closed"):
             group.all_gather(torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared_path"])
+def test_a_warmed_up_engine_has_its_kv_pools_before_the_first_step_and_makes_no_other_token(
+    family_dir: Callable[..., Path], shared: bool
+) -> None:
+    folder = family_dir("qwen2_moe" if shared else "qwen3_moe")
+    peer = OnePeer(folder, strategy="shared_path" if shared else "bulk")
+    peer.loop.warm_up()
+    pools = {layer: pool.data_ptr() for layer, pool in peer.loop.cache.pools.items()}
+    assert len(pools) == peer.loop.trunk.config.num_hidden_layers
+    with peer:
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    assert peer.raised is None
+    assert {layer: pool.data_ptr() for layer, pool in peer.loop.cache.pools.items()} == pools
+    reference = Reference(folder)
+    for name, prompt in PROMPTS.items():
+        assert tuple(peer.outlet.tokens(name)) == reference.greedy(prompt, GREEDY.max_tokens)

@@ -17,13 +17,13 @@ from ray_moe.controlplane.migrate import Pools, _diff, plan_migration
 from ray_moe.controlplane.migration_plan import Copy, Load, MigrationPlan, Publish, Retire, Verify
 from ray_moe.controlplane.moves import Copies, Matching, count_moves, relabel
 from ray_moe.controlplane.occupancy import Held, Home, Occupancy, Wanted, copies_of
-from ray_moe.controlplane.solve import Assignment, PoolSlot, balanced, fills, place, pool_capacity, retired_slots
+from ray_moe.controlplane.solve import Assignment, PoolSlot, balanced, fills, place, pool_capacity
 from ray_moe.controlplane.sources import Checkpoint, CopyClass, HostCache
 from ray_moe.errors import ConfigError, PlacementError, ScheduleError
 from ray_moe.identity import CheckpointVersion, GlobalRank, LogicalExpertId, PlacementVersion, ProcessGroupId
 from ray_moe.placement import PlacementSnapshot
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
-from tests.layers import untimed
+from tests.layers import retired_slots, untimed
 
 EXPERT_BYTES = {0: 100, 1: 7}
 
@@ -409,7 +409,7 @@ def test_a_plan_fills_and_frees_the_very_slots_of_the_placement_that_the_cluster
     copies = {(copy.slot, copy.expert) for wave in plan.waves for copy in wave.copies}
     assert copies == {(slot(f.rank.value, f.layer, f.pool_slot), f.expert) for f in fills(after, before)}
     freed = {effect.slot for effect in plan.effects if isinstance(effect, Retire)}
-    assert freed == set(retired_slots(before, [after]))
+    assert freed == retired_slots(before, [after])
     assert plan.target.layers == Occupancy.of(after).layers
 
 

@@ -13,10 +13,10 @@ from ray_moe.controlplane.effects import Observed
 from ray_moe.controlplane.operations import ByCounts, ByHomes, ByLoads, Kind, Operation, Stage, Target
 from ray_moe.controlplane.preview import LayerPreview, preview
 from ray_moe.controlplane.publication import Storage, candidate_of, plan_waves
-from ray_moe.controlplane.reconcile import memory_peak
 from ray_moe.errors import ConfigError, PlacementError
 from ray_moe.placement import PlacementSnapshot
 from tests.layers import placement, spec_of, untimed
+from tests.unit.reconciling import memory_peak
 
 SIZE = 100
 # Two ranks with two of four experts each, as (expert, rank).

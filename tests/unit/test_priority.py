@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
 
@@ -85,13 +83,33 @@ def test_a_process_that_begins_lowered_is_restored_when_it_says_so_and_never_twi
     assert found.split() == ["True"] * 7
 
 
+def test_a_process_that_begins_lowered_has_a_session_of_its_own_that_yields_to_others_until_it_is_restored() -> None:
+    if not may_undo():
+        pytest.skip("this process may not leave SCHED_IDLE")
+    if not os.path.exists("/proc/self/autogroup"):
+        pytest.skip("this kernel does not divide time among sessions")
+    found = in_a_process("""
+        def group():
+            return open("/proc/self/autogroup").read().split()
+        before = group()
+        priority.begin_lowered()
+        lowered = group()
+        print(os.getsid(0) == os.getpid(), lowered[0] != before[0], lowered[2])
+        priority.restore_process()
+        print(group() == [lowered[0], *before[1:]])
+        priority.begin_lowered()  # it leads its session by now
+        print(group() == [lowered[0], *before[1:]])
+    """)
+    assert found.split() == ["True", "True", "19", "True", "True"]
+
+
 def test_a_thread_that_was_low_before_stays_low() -> None:
     if not may_undo():
         pytest.skip("this process may not leave SCHED_IDLE")
     found = in_a_process("""
         ids = []
         def low():
-            priority.lower_thread()
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             ids.append(threading.get_native_id())
             stop.wait(20)
         threading.Thread(target=low, daemon=True).start()
@@ -102,7 +120,7 @@ def test_a_thread_that_was_low_before_stays_low() -> None:
     assert found.split() == ["True", "True"]
 
 
-def test_without_the_right_to_come_back_a_process_is_left_as_it_is_and_a_thread_is_lowered_for_good() -> None:
+def test_without_the_right_to_come_back_a_process_is_left_as_it_is() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs a user's rights to give away")
     found = in_a_process("""
@@ -112,14 +130,10 @@ def test_without_the_right_to_come_back_a_process_is_left_as_it_is_and_a_thread_
         lowered = priority.lower()
         print(lowered.means is Means.NONE, seen() == [os.SCHED_OTHER], seen(nice) == [0])
         lowered.restore()
-        def low():
-            print(priority.lower_thread() is Means.IDLE, os.sched_getscheduler(0) == os.SCHED_IDLE)
-        worker = threading.Thread(target=low)
-        worker.start()
-        worker.join(20)
-        print(os.sched_getscheduler(0) == os.SCHED_OTHER)
+        priority.begin_lowered()
+        print(os.getsid(0) != os.getpid(), priority.restore_process() is Means.NONE)
     """)
-    assert found.split() == ["True"] * 6
+    assert found.split() == ["True"] * 5
 
 
 def test_with_a_limit_that_allows_it_an_unprivileged_process_comes_back() -> None:
@@ -141,23 +155,3 @@ def test_with_a_limit_that_allows_it_an_unprivileged_process_comes_back() -> Non
     if found.split() == ["no"]:
         pytest.skip("this user may not raise limits")
     assert found.split() == ["True"] * 3
-
-
-def test_lowered_work_runs_on_a_thread_that_ends_with_it() -> None:
-    seen: list[tuple[threading.Thread, int]] = []
-
-    def work(argument: int) -> int:
-        seen.append((threading.current_thread(), os.sched_getscheduler(0)))
-        if argument < 0:
-            raise ValueError("below 0")
-        return argument + 1
-
-    assert asyncio.run(priority.run_lowered(work, 41)) == 42
-    with pytest.raises(ValueError, match="below 0"):
-        asyncio.run(priority.run_lowered(work, -1))
-    for thread, policy in seen:
-        assert policy == os.SCHED_IDLE
-        assert thread is not threading.current_thread()
-        thread.join(10)
-        assert not thread.is_alive()
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -6,15 +6,18 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ray_moe.dataplane.captured import DecodeBucket
+from ray_moe.dataplane.layer import ExpertLayer
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.roles import Beside, Part, Roles
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
-from ray_moe.errors import StaleHandleError
+from ray_moe.errors import RunnerError, StaleHandleError
 from tests.e2e.oracle import Reference
 from tests.one_peer import OnePeer
 
@@ -106,6 +109,34 @@ def test_a_canary_runs_its_share_of_the_steps_and_no_token_changes(
     assert peer.loop.counters.releases["alone-2"].tokens == sum(
         record.generation == 2 for record in peer.outlet.records
     )
+
+
+@pytest.mark.parametrize("error", [RunnerError("a_tile", "a bug"), ZeroDivisionError("a bug")], ids=type)
+def test_what_a_canary_cannot_run_is_its_fault_and_the_release_that_serves_runs_it(
+    peer: OnePeer, family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    candidate = another(peer, 2)
+    once, units = ExpertLayer.forward, 0
+
+    def broken(layer: ExpertLayer, *given: Any) -> torch.Tensor:
+        """Every third unit of the candidate stops in its last layer."""
+        nonlocal units
+        if layer is list(candidate.layers.values())[-1]:
+            units += 1
+            if units % 3 == 0:
+                raise error
+        return once(layer, *given)
+
+    monkeypatch.setattr(ExpertLayer, "forward", broken)
+    with peer:
+        peer.loop.stage_roles(Roles(1, None, Beside(candidate, Part.CANARY, 2)))
+        submit_all(peer)
+        peer.outlet.until_ended(*PROMPTS)
+    require_exact(peer, family_dir("qwen3_moe"))
+    tally = peer.loop.counters.releases["alone-2"]
+    assert tally.faults == units // 3 > 5
+    assert tally.tokens == sum(record.generation == 2 for record in peer.outlet.records) > 0
+    assert {record.generation for record in peer.outlet.records if record.step % 2 == 0} == {1, 2}
 
 
 def test_a_candidate_is_promoted_and_rolled_back_under_load_and_every_lease_goes_back_once(

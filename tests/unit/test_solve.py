@@ -19,12 +19,12 @@ from ray_moe.controlplane.solve import (
     fills,
     place,
     pool_capacity,
-    retired_slots,
 )
 from ray_moe.errors import CompatibilityError, ConfigError, PlacementError
 from ray_moe.identity import CheckpointVersion, GlobalRank, LogicalExpertId, PlacementVersion, ProcessGroupId
 from ray_moe.placement import PlacementSnapshot
 from ray_moe.topology import Domain, ProcessGroupSpec, Topology
+from tests.layers import retired_slots
 
 CHECKPOINT = CheckpointVersion("checkpoint-0042")
 
@@ -105,7 +105,7 @@ def test_one_more_copy_of_one_expert_is_one_load_and_moves_nothing() -> None:
         first = filled(placed(balanced({0: 16}, ranks, replicas={}, spare_slots=1), 1, None, capacity=5))
         second = placed(balanced({0: 16}, ranks, replicas={(0, expert): 2}, spare_slots=1), 2, first, capacity=5)
         assert [load.expert.value for load in fills(second, first)] == [expert]
-        assert retired_slots(first, [second]) == ()
+        assert not retired_slots(first, [second])
 
 
 def test_a_single_replicated_expert_starts_where_it_would_live_anyway() -> None:
@@ -248,8 +248,8 @@ def test_an_expert_that_stays_keeps_pool_slot_digest_and_replica_id() -> None:
         Fill(GlobalRank(1), 0, 1, LogicalExpertId(1)),
         Fill(GlobalRank(1), 0, 2, LogicalExpertId(0)),
     )
-    assert retired_slots(first, [second]) == (PoolSlot(GlobalRank(0), 0, 1),)
-    assert retired_slots(first, [second, first]) == ()
+    assert retired_slots(first, [second]) == {PoolSlot(GlobalRank(0), 0, 1)}
+    assert not retired_slots(first, [second, first])
 
 
 def test_two_experts_that_trade_places_need_a_spare_slot_each() -> None:
@@ -274,7 +274,7 @@ def test_another_checkpoint_keeps_nothing_and_overwrites_nothing() -> None:
     second = placed(assignment, 2, first, capacity=2, checkpoint=CheckpointVersion("checkpoint-0043"))
     assert [slot.pool_slot for slot in second.layers[0].slots] == [1, 1]
     assert len(fills(second, first)) == 2
-    assert retired_slots(first, [second]) == (PoolSlot(GlobalRank(0), 0, 0), PoolSlot(GlobalRank(1), 0, 0))
+    assert retired_slots(first, [second]) == {PoolSlot(GlobalRank(0), 0, 0), PoolSlot(GlobalRank(1), 0, 0)}
 
 
 def test_two_copies_on_one_rank_are_kept_one_by_one() -> None:

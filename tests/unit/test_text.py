@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ray_moe.errors import ConfigError, RequestError
 from ray_moe.models import tiny_moe_path
+from ray_moe.serve.app import check_tokenizer
 from ray_moe.text import TextStream, load_tokenizer, render_chat
 
 TOKENIZER = load_tokenizer(tiny_moe_path())
@@ -144,3 +145,14 @@ def test_messages_that_the_template_refuses_are_a_request_error_with_its_words()
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{tmp_path} has no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_model_of_a_configuration_alone_has_no_tokenizer_although_transformers_makes_an_empty_one(
+    tmp_path: Path,
+) -> None:
+    shutil.copy(tiny_moe_path() / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} has no tokenizer: prompts are token ids there, and no text"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"HTTP needs one, leave it out \(--no-http\)"):
+        check_tokenizer(tmp_path, trust_remote_code=False)
+    check_tokenizer(tiny_moe_path(), trust_remote_code=False)

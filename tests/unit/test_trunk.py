@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, NemotronHConfig, PreTrainedModel, Qwen3NextConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from ray_moe.engine.trunk import Binding, Trunk, experts_activation, load_trunk
+from ray_moe.engine.trunk import Binding, Trunk, activation_form, experts_activation, load_trunk
 from ray_moe.errors import CheckpointError, ConfigError, NotServingError, UnsupportedModelError
+from ray_moe.kernels.activation import SwiGLU
 from ray_moe.weights.checkpoint import Checkpoint
 from ray_moe.weights.shards import INDEX_NAME
 from ray_moe.weights.sources import experts_modules
@@ -200,14 +201,34 @@ def test_the_activation_is_the_modules_own_over_gate_first_rows(name: str, tmp_p
         torch.testing.assert_close(found, (up_RF + 1) * gate_RF * torch.sigmoid(1.702 * gate_RF))
     else:
         torch.testing.assert_close(found, F.silu(gate_RF) * up_RF)
-    with pytest.raises(ConfigError, match="layer 7 has no routed experts"):
-        trunk.activation(7)
+    assert trunk.activation_form(layer) == (SwiGLU(7.0, 1.702, 1.0) if name == "gpt_oss" else SwiGLU())
+    for refused in (trunk.activation, trunk.activation_form):
+        with pytest.raises(ConfigError, match="layer 7 has no routed experts"):
+            refused(7)
+
+
+@pytest.mark.parametrize(
+    "gating",
+    [
+        lambda gate, up: F.gelu(gate) * up,
+        lambda gate, up: F.silu(gate) * up.clamp(-20, 20),
+        lambda gate, up: gate * torch.sigmoid(1.702 * gate) * up,
+        lambda gate, up: gate.clamp(max=8.0) * torch.sigmoid(1.702 * gate.clamp(max=8.0)) * (up.clamp(-8, 8) + 1),
+    ],
+    ids=["gelu", "another clamp", "without clamps", "another limit"],
+)
+def test_an_activation_has_a_form_only_by_its_values(gating: Callable[[Tensor, Tensor], Tensor]) -> None:
+    module: Any = torch.nn.Module()
+    module.has_gate, module.is_concatenated, module.limit, module.alpha = True, True, 7.0, 1.702
+    module._apply_gate = lambda rows: gating(*rows.chunk(2, dim=-1))
+    assert activation_form(module) is None
 
 
 def test_experts_without_a_gate_only_apply_their_activation() -> None:
     module = NemotronHExperts(NemotronHConfig(hidden_size=8, moe_intermediate_size=6, n_routed_experts=2))
     rows_RF = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(experts_activation(module)(rows_RF), F.relu(rows_RF).square())
+    assert activation_form(module) is None
 
 
 def test_an_unregistered_attention_implementation_is_named_before_loading(tmp_path: Path) -> None:

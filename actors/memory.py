@@ -1,0 +1,100 @@
+"""Whether a model fits, before anything of it is loaded: peers say what is free, `weights.budget` has the sums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from ray_moe.config import ClusterConfig, expand_replicas
+from ray_moe.controlplane.solve import balanced, pool_capacity
+from ray_moe.engine.needs import model_needs
+from ray_moe.errors import ConfigError, NotAvailableError
+from ray_moe.identity import GlobalRank
+from ray_moe.weights.budget import Budget, ModelNeeds, Sizes, require_fit, spare_that_fits
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that are free for one peer, or for all peers of its node where these share one memory."""
+
+    node: str
+    free: int
+
+
+def room_on(node: str, device: str) -> Room:
+    """What is free now on this process's device. On CUDA that takes a context, which is then no longer free."""
+    return Room(node, torch.cuda.mem_get_info()[0] if device == "cuda" else _free_on_host())
+
+
+def spare_slots(config: ClusterConfig, model: Path, rooms: Mapping[int, Room]) -> int:
+    """Spare slots per layer of a new cluster: as configured, or for "auto" as many as fit on every rank.
+
+    `rooms` by rank, all of them before any rank has loaded anything. Raises `ConfigError` with the sums of a rank that
+    the model does not fit on.
+    """
+    needs, sizes = _sizes(config, model)
+    sharers = Counter(room.node for room in rooms.values()) if config.device == "cpu" else Counter[str]()
+    budgets = {rank: _budget(config, room.free, sharers[room.node] or 1) for rank, room in rooms.items()}
+    if config.spare_slots == "auto":
+        sizes = replace(sizes, spare=min(spare_that_fits(needs, sizes, budget) for budget in budgets.values()))
+    for rank, budget in budgets.items():
+        require_fit(needs, sizes, budget, f"rank {rank}")
+    return sizes.spare
+
+
+def require_room(config: ClusterConfig, model: Path, capacity: int | None) -> None:
+    """What is free here now takes a trunk and, with a `capacity`, that many slots per layer and a KV cache.
+
+    Raises `NotAvailableError` with the sums: others serve, and go on.
+    """
+    needs, sizes = _sizes(config, model)
+    held, kv_blocks = (0, 0) if capacity is None else (capacity, sizes.kv_blocks)
+    sizes = replace(sizes, held=held, spare=0, kv_blocks=kv_blocks)
+    try:
+        require_fit(needs, sizes, _budget(config, room_on("", config.device).free), "one peer more")
+    except ConfigError as error:
+        raise NotAvailableError(str(error)) from error
+
+
+def slots_held(config: ClusterConfig, layers: tuple[int, ...], num_experts: int) -> int:
+    """Slots per layer without spare ones: for the first placement, and for the fewest peers of the cluster."""
+    ranks = tuple(GlobalRank(rank) for rank in range(config.peers))
+    replicas = expand_replicas(config.replicas, layers)
+    first = balanced(dict.fromkeys(layers, num_experts), ranks, replicas=replicas, spare_slots=0)
+    return max(pool_capacity(first), -(-num_experts // config.fewest_peers))
+
+
+def _sizes(config: ClusterConfig, model: Path) -> tuple[ModelNeeds, Sizes]:
+    needs = model_needs(model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
+    return needs, Sizes(
+        peers=config.peers,
+        held=slots_held(config, needs.layers, needs.num_experts),
+        spare=0 if config.spare_slots == "auto" else config.spare_slots,
+        kv_blocks=config.kv_blocks,
+        block_size=config.block_size,
+        tokens=config.max_prefill_tokens,
+        decode_rows=config.max_decode_rows,
+        bucket_rows=tuple(bucket.slot_rows for bucket in config.decode_buckets),
+    )
+
+
+def _budget(config: ClusterConfig, free: int, sharers: int = 1) -> Budget:
+    return Budget.of(config.memory_bytes, config.memory_fraction, free, config.device, sharers)
+
+
+def _free_on_host() -> int:
+    """What the machine has, and what this process's control group leaves of it: page cache is free."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return free
+    return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
