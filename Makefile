@@ -7,7 +7,7 @@
 #
 # A CUDA host without a package registry is given the repository and one archive, made where there is a registry:
 #   make gpu-bundle                        .gpu/ray_cp312.tar.xz (40 MB, two minutes): Ray for the host's Python 3.12;
-#                                          refused where archive and working tree together would exceed 60 MiB
+#                                          refused where archive and working tree together would exceed MAX_MIB, 60
 #   mkdir -p .gpu/site && tar -C .gpu/site -xJf .gpu/ray_cp312.tar.xz && export PYTHONPATH=$PWD/.gpu/site:$PWD     there
 
 PYTHON ?= python3

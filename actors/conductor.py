@@ -41,7 +41,7 @@ class Conductor:
 
     `peers` is the controller's own table of expert actors, which effects change; `look` gives an observation, None when
     the cluster cannot be changed now; `store` says where members of an epoch meet, `memory` what a registry that was
-    started again must know.
+    started again must know, empty before anybody has asked it.
     """
 
     def __init__(
@@ -121,10 +121,12 @@ class Conductor:
     def _save(self, control: ControlState, seen: Observed | None = None, memory: bytes | None = None) -> None:
         """Save, then believe: whatever is done is done under a state that a restart would find."""
         live = seen.live if seen is not None else self._record.live
-        memory = self._record.memory if memory is None else memory
+        memory = memory or self._record.memory
         if control is self.control and live == self._record.live and memory == self._record.memory:
             return
-        record = replace(self._record, control=control, live=live, memory=memory)
+        self._keep(replace(self._record, control=control, live=live, memory=memory))
+
+    def _keep(self, record: Record) -> None:
         self._journal.write(record)
         self._record = record
 
@@ -136,14 +138,12 @@ class Conductor:
         return self._record
 
     def keep_rollouts(self, rollouts: tuple[Rollout, ...]) -> None:
-        """Save how far rollouts are."""
-        self._record = replace(self._record, rollouts=rollouts, memory=self._memory())
-        self._journal.write(self._record)
+        """Save how far rollouts are, and the registry that this was decided on."""
+        self._keep(replace(self._record, rollouts=rollouts, memory=self._memory() or self._record.memory))
 
     def serve_as(self, config: ClusterConfig, facts: ModelFacts, model_path: Path) -> None:
         """Another release serves from here on: what comes new is made for it."""
-        self._record = replace(self._record, config=config, facts=facts, model_path=model_path)
-        self._journal.write(self._record)
+        self._keep(replace(self._record, config=config, facts=facts, model_path=model_path))
         self._runner.serve_as(config, facts, model_path)
 
     # ---- what is asked for ----

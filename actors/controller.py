@@ -89,8 +89,8 @@ class ControllerActor(ReleaseVerbs):
         self._stopping: asyncio.Future[None] | None = None
         self._restarted = was_restarted()
         self._resuming = asyncio.Lock()
-        if self._restarted:
-            this_actor().resume.remote()  # nobody else might call it
+        if self._restarted:  # nobody else might ask for it; Ray drops calls of our own before it has told of our return
+            self._watching.append(asyncio.ensure_future(self.resume()))
 
     # ---- up ----
 
@@ -139,7 +139,7 @@ class ControllerActor(ReleaseVerbs):
             with suppress(NotServingError):  # it left, or it was never made
                 self._peers[rank] = find_expert(self._config.name, rank)
         active = record.live[-1]
-        self._lookout.live = record.live
+        self._lookout.live, self._lookout.memory = record.live, record.memory
         domains = len(active.topology.domains)
         self._store = RendezvousStore(store_host(known_nodes(domains)), self._config.start_deadline_s)
         _LOG.warning("the controller of %s goes on after a restart", self._config.name)

@@ -21,10 +21,10 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from ray_moe.actors.collector import keep_what_is_loaded
+from ray_moe.actors.collector import forget_what_has_gone, keep_what_is_loaded
 from ray_moe.actors.fill import Filler
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
-from ray_moe.actors.memory import Room, room_on
+from ray_moe.actors.memory import Room, require_room, room_on
 from ray_moe.actors.model import LoadedModel, load_model
 from ray_moe.actors.reception import Reception
 from ray_moe.actors.remote import find_expert
@@ -99,24 +99,26 @@ class ExpertActor:
         """What memory is free for this peer."""
         return await self._beside(room_on, self._node, self._config.device)
 
-    async def prepare(self, model: Path, capacity: int | None = None) -> ModelFacts:
+    async def prepare(self, model: Path, capacity: int | None = None, sharers: int = 1) -> ModelFacts:
         """Load the trunk, open the checkpoint, reserve `capacity` slots per layer; no expert is read.
 
-        Without a capacity the slots are left for another call. Raises what `load_model` and `SlotPool` raise.
+        Without a capacity the slots are left for another call, and `room` was asked before; with one this peer is one
+        of `sharers` that come to its node. Raises what `require_room`, `load_model` and `SlotPool` raise.
         """
         async with self._one_time:
-            loaded = self._model
-            facts = loaded.facts if loaded is not None else await self._beside(self._load, model, capacity)
+            if self._model is None:
+                await self._beside(self._load, model, capacity, sharers)
             if self._pool is None and capacity is not None:
                 await self._beside(self._allocate, capacity)
-        return facts
+        return self._loaded.facts
 
-    def _load(self, model: Path, capacity: int | None) -> ModelFacts:
+    def _load(self, model: Path, capacity: int | None, sharers: int) -> None:
         self._progress = LoadProgress("trunk", 0, 1)
-        self._model = load_model(self._config, model, capacity)
+        if capacity is not None:
+            require_room(self._config, model, capacity, sharers=sharers, who=f"rank {self._rank}")
+        self._model = load_model(self._config, model)
         self._counters = {layer: LayerCounters() for layer in self._model.facts.moe_layers}
         self._progress = LoadProgress("trunk", 1, 1)
-        return self._model.facts
 
     def _allocate(self, capacity: int) -> None:
         """Slots whose addresses stay for this actor's life."""
@@ -218,14 +220,16 @@ class ExpertActor:
 
     async def forget_release(self, release_id: str) -> None:
         """Drop what is compiled for a release that leaves, its executables with it."""
+        before = self._loaded.facts
         self._my_seats.forget(self._loop, release_id)
         self._model = self._my_seats.model(self._loop.view.checkpoint)
+        if self._model.facts != before:
+            forget_what_has_gone()
 
     async def drill(self) -> dict[str, str]:
         """How faults end that are made on copies of what this peer serves."""
-        view = self._loop.view
-        index, layer = next(iter(view.layers.items()))
-        return drill(layer, view.trunk.top_k, self._loaded.blocks[index].gate)
+        index, layer = next(iter(self._loop.view.layers.items()))
+        return drill(layer, self._loaded.trunk.top_k, self._loaded.blocks[index].gate)
 
     async def releases(self) -> Heard:
         """What releases have done here, and which of them this peer serves."""
@@ -233,8 +237,8 @@ class ExpertActor:
 
     async def join(self, spec: ProcessGroupSpec, topology: Topology, store: StoreAddress) -> None:
         """Take this peer's seats in an epoch; returns when all members have."""
-        await self._meet([rank.value for rank in spec.peers])
         await self._my_seats.join(spec, topology, store)
+        await self._meet([rank.value for rank in spec.peers])
 
     async def close_epoch(self, epoch: int) -> None:
         """Give up an epoch that was joined and will not be used, or is over."""
@@ -288,7 +292,7 @@ class ExpertActor:
         """Tell clients who takes requests."""
         await self._meet(ranks)
         self._post_office.set_members(Members(version, tuple((rank, self._actor_of(rank)) for rank in ranks)))
-        kept = {*ranks, *(rank.value for rank in self._loop.view.transport.group.spec.peers)}
+        kept = {*ranks, *self._my_seats.neighbours}
         self._actors = {rank: actor for rank, actor in self._actors.items() if rank in kept}
 
     async def finish(self) -> None:
@@ -330,11 +334,9 @@ class ExpertActor:
 
     async def report(self, inventory: bool = True) -> Peer:
         """How far this peer is, for the reconciler; with the digests of its resident slots where they are asked for."""
-        slots = self._pool.inventory() if inventory and self._pool is not None else {}
+        held = self._pool.inventory() if inventory and self._pool is not None else {}
         epochs = self._seats.epochs if self._seats is not None else None
-        return peer_report(
-            self._rank.value, self._node, epochs, self._engine, self._reception, self._post_office, slots
-        )
+        return peer_report(self._rank.value, self._node, epochs, self._engine, self._reception, self._post_office, held)
 
     async def demand(self, after: int) -> tuple[DemandReport, ...]:
         """The kept reports of what this peer's routers asked for, those numbered above `after`."""

@@ -20,6 +20,7 @@ from ray_moe.actors.remote import release_room
 from ray_moe.actors.routing import Registered
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Observed, Peer, PeerPhase
+from ray_moe.controlplane.release_states import ReleaseStatus
 from ray_moe.deadline import Deadline, ray_await
 from ray_moe.engine.records import EngineStatus, LoadProgress
 from ray_moe.errors import GenerationError, NotServingError
@@ -50,6 +51,7 @@ class Lookout:
         self.live: tuple[PlacementSnapshot, ...] = ()
         self.reserved: tuple[PlacementSnapshot, ...] = ()  # of a rollout, before it is loaded
         self.memory = b""  # what a routing actor that was started again must be told
+        self.releases: tuple[ReleaseStatus, ...] = ()  # as `memory` has them
         self._changes = -1
 
     async def registered(self, routing: ActorHandle) -> Registered:
@@ -71,17 +73,26 @@ class Lookout:
             if not found.recovering:
                 self.live = found.live
                 if found.memory is not None:
-                    self._changes, self.memory = found.changes, found.memory
+                    self._changes, self.memory, self.releases = found.changes, found.memory, found.releases
             return found
 
     async def restore(self, routing: ActorHandle, live: tuple[PlacementSnapshot, ...], memory: bytes) -> None:
-        """Tell a registry that was started again what it knew, and which leases the ranks hold on what was `live`."""
-        seconds, held = self._config.step_deadline_s, await self._leases(live)
-        await ray_await(routing.restore.remote(memory, held), seconds, "restore the registry")
+        """Tell a registry that was started again what it knew, and which leases the ranks hold on what was `live`.
+
+        Raises `NotServingError` when it dies again meanwhile.
+        """
+        held = await self._leases(live)
+        await self._tell(routing.restore.remote(memory, held), "restore the registry")
         # What a rank gave back meanwhile went to nobody, or to the registry before it knew of it.
         for lease in set(held).difference(await self._leases(live)):
             with suppress(GenerationError):  # this registry has taken it back already
-                await ray_await(routing.release.remote(lease), seconds, f"lease {lease.lease_id} of {lease.holder}")
+                await self._tell(routing.release.remote(lease), f"lease {lease.lease_id} of {lease.holder}")
+
+    async def _tell(self, call: Any, what: str) -> None:
+        try:
+            await ray_await(call, self._config.step_deadline_s, what)
+        except RayActorError as error:
+            raise NotServingError(f"{what}: the routing actor of {self._config.name!r} is gone") from error
 
     async def look(self) -> dict[int, str]:
         """Ask everybody for a report, and take what is there. Returns the serving ranks that have just fallen."""

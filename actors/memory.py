@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ray_moe.errors import ConfigError, NotAvailableError
 from ray_moe.identity import GlobalRank
 from ray_moe.weights.budget import Budget, ModelNeeds, Sizes, require_fit, spare_that_fits
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,24 @@ def spare_slots(config: ClusterConfig, model: Path, rooms: Mapping[int, Room]) -
     return sizes.spare
 
 
-def require_room(config: ClusterConfig, model: Path, capacity: int | None) -> None:
+def require_room(
+    config: ClusterConfig, model: Path, capacity: int | None, *, who: str, sharers: int = 1, held: int = 0
+) -> None:
     """What is free here now takes a trunk and, with a `capacity`, that many slots per layer and a KV cache.
 
-    Raises `NotAvailableError` with the sums: others serve, and go on.
+    On a CPU `sharers` peers of this machine, this one among them, ask for as much at the same time: none of them may
+    take what another will. `held` bytes are this peer's already, and count against a `memory_bytes`. Raises
+    `NotAvailableError` with the sums of `who`: others serve, and go on.
     """
+    free = room_on("", config.device).free
     needs, sizes = _sizes(config, model)
-    held, kv_blocks = (0, 0) if capacity is None else (capacity, sizes.kv_blocks)
-    sizes = replace(sizes, held=held, spare=0, kv_blocks=kv_blocks)
+    slots, kv_blocks = (0, 0) if capacity is None else (capacity, sizes.kv_blocks)
+    sizes = replace(sizes, held=slots, spare=0, kv_blocks=kv_blocks)
+    budget = _budget(config, free, sharers if config.device == "cpu" else 1)
+    if config.memory_bytes is not None and (left := max(0, config.memory_bytes - held)) < budget.nbytes:
+        budget = Budget(left, f"memory_bytes {config.memory_bytes}, of which it holds {held}")
     try:
-        require_fit(needs, sizes, _budget(config, room_on("", config.device).free), "one peer more")
+        require_fit(needs, sizes, budget, who)
     except ConfigError as error:
         raise NotAvailableError(str(error)) from error
 
@@ -90,11 +99,25 @@ def _budget(config: ClusterConfig, free: int, sharers: int = 1) -> Budget:
 
 
 def _free_on_host() -> int:
-    """What the machine has, and what this process's control group leaves of it: page cache is free."""
-    free = int(psutil.virtual_memory().available)
+    """What the machine has, and what the control groups that this process is in leave of it: page cache is free."""
+    return int(min([psutil.virtual_memory().available, *map(_left_in, _own_groups())]))
+
+
+def _own_groups() -> list[Path]:
+    """The folders of this process's control group (version 2) and of those that it lies in."""
     try:
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such group, or no limit ("max")
-        return free
-    return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
+        lines = _OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        return []
+    paths = [Path(line.removeprefix("0::/").strip()) for line in lines if line.startswith("0::/")]
+    # A group outside of what is mounted here is named by "..": what is seen at the top is all there is then.
+    return [_CGROUPS / part for path in paths for part in (path, *path.parents) if ".." not in part.parts]
+
+
+def _left_in(group: Path) -> float:
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # the top has none, nor has a group without a limit ("max")
+        return math.inf
+    return max(0, limit - used + int(stat.get("inactive_file", 0)))

@@ -10,7 +10,6 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from ray_moe.actors.bringup import check_choices
-from ray_moe.actors.memory import require_room
 from ray_moe.config import ClusterConfig
 from ray_moe.dataplane.graphs import dtype_name
 from ray_moe.engine.blocks import BlockFacts, probe_blocks
@@ -29,12 +28,11 @@ class LoadedModel:
     facts: ModelFacts
 
 
-def load_model(config: ClusterConfig, path: Path, capacity: int | None = None) -> LoadedModel:
-    """Load a trunk and open its checkpoint; no expert is read. `capacity` are the slots per layer that are to follow.
+def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
+    """Load a trunk and open its checkpoint; no expert is read.
 
-    Raises what `load_trunk` and `open_experts` raise, `NotAvailableError` when it does not fit into what is free.
+    Raises what `load_trunk` and `open_experts` raise. Whether it fits is the caller's to ask before (`memory`).
     """
-    require_room(config, path, capacity)
     disable_progress_bar()  # whoever starts the cluster draws its own
     trunk = load_trunk(
         path,

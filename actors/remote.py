@@ -93,6 +93,11 @@ async def reserve(config: ClusterConfig, rank: int) -> PlacementGroup:
     return room
 
 
+def node_of(room: PlacementGroup) -> str:
+    """The Ray node that a room is on."""
+    return str(ray.util.placement_group_table(room)["bundles_to_node_id"][0])
+
+
 def release_room(cluster: str, rank: int) -> None:
     """Give the room of a rank back; a rank that never had any is fine."""
     try:

@@ -79,6 +79,8 @@ def engine_status(config: ClusterConfig, loop: EngineLoop, pool: SlotPool, layer
         replays=layers.replays,
         fallbacks=dict(layers.fallbacks),
         choices=dict(layers.choices),
+        local=layers.local,
+        torch_runners=dict(layers.torch_runners),
         peak_live_bytes=layers.peak_live_bytes,
         fan_out=dict(layers.fan_out),
         resident_slots={layer: pool.capacity - len(pool.free_slots(layer)) for layer in pool.layers},

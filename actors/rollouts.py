@@ -31,7 +31,7 @@ from ray_moe.controlplane.rollout import Heard, Phase, Rollout, Seen, Step
 from ray_moe.controlplane.rollout_evidence import Drill
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import ModelFacts
-from ray_moe.errors import ConfigError, RayMoEError, ReleaseError
+from ray_moe.errors import ConfigError, NotServingError, PeerLostError, RayMoEError, ReleaseError
 from ray_moe.placement import PlacementSnapshot, ReleaseBundle
 
 _LOG = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Rollouts:
             try:
                 if self.open is not None:
                     await self._round(self.open)
-            except (RayMoEError, RayActorError) as error:
+            except (RayMoEError, RayActorError, OSError) as error:
                 _LOG.warning("a rollout of %s: %s", self._base.name, error)
             await asyncio.sleep(_BUSY_S if self.open is not None else _IDLE_S)
 
@@ -95,8 +95,10 @@ class Rollouts:
         samples: tuple[int, int],
     ) -> Rollout:
         """Begin a rollout. Raises `ConfigError` for what no release of this cluster can be, or while one is open."""
-        serving_as = (await self._lookout.registered(self._routing())).release
-        if serving_as is None:
+        registered = await self._lookout.registered(self._routing())
+        if registered.recovering:
+            raise NotServingError("the registry is being restored: ask again")
+        if registered.release is None:
             raise ConfigError("no release takes new dispatches yet")
         if self.open is not None:
             raise ConfigError(f"release {self.open.release_id} is {self.open.phase}: one rollout at a time")
@@ -113,7 +115,7 @@ class Rollouts:
         rollout = Rollout(
             number,
             f"{self._base.name}-r{number}",
-            serving_as.release_id,
+            registered.release.release_id,
             config,
             model,
             asker.who,
@@ -146,7 +148,7 @@ class Rollouts:
         return self._rollouts[-1]
 
     async def releases(self) -> Releases:
-        releases, log = await self._registered()
+        releases, log = await self._ask_routing("the registry's releases", "releases")
         judged = self.open is not None and self.open.phase in (Phase.SHADOW, Phase.CANARY, Phase.ACTIVE)
         report = machine.report_on(self.open, self._seen) if judged and self.open and self._seen else None
         return Releases(releases, log, self._rollouts, report)
@@ -167,31 +169,38 @@ class Rollouts:
     # ---- a round ----
 
     async def _round(self, rollout: Rollout) -> None:
-        seen = self._seen = await self._look(rollout)
-        if self.open is None or self.open.number != rollout.number:
+        seen = await self._look(rollout)
+        if seen is None or self.open is None or self.open.number != rollout.number:
             return
+        self._seen = seen
+        if self.open.phase is Phase.LEAVING and any(isinstance(step, machine.Verify) for step in self._running):
+            return  # the registry may still be told of it
         following, steps = machine.advance(self.open, seen, time.time())
-        self._save(following)
         if following.phase is Phase.DONE:
             path = find_model(following.config) if following.model else self._conductor.record.model_path
             self._conductor.serve_as(following.config, self._facts_of(following), path)
+        self._save(following)
         for step in steps:
             if step not in self._running:
                 self._running[step] = asyncio.create_task(self._act(step))
 
-    async def _look(self, rollout: Rollout) -> Seen:
-        await self._lookout.registered(self._routing())  # what is settled must not be what was
-        live = self._lookout.live
-        members = tuple(rank.value for rank in live[-1].group.peers)
+    async def _look(self, rollout: Rollout) -> Seen | None:
+        """None while a registry that was started again has not been told what it knew.
+
+        The registry is asked last: what is decided is saved with the memory that it is decided on.
+        """
+        members = [rank.value for rank in self._lookout.live[-1].group.peers]
         said = await asyncio.gather(
             *(self._ask(rank, "releases") for rank in members if rank in self._peers), return_exceptions=True
         )
-        status, _ = await self._registered()
+        if (await self._lookout.registered(self._routing())).recovering:
+            return None
+        live = self._lookout.live
         operations = self._conductor.control.operations
         return Seen(
             ranks={heard.rank: heard for heard in said if isinstance(heard, Heard)},
-            members=members,
-            releases={one.release_id: one for one in status},
+            members=tuple(rank.value for rank in live[-1].group.peers),
+            releases={one.release_id: one for one in self._lookout.releases},
             settled=len(live) == 1 and not any(changes(operation) for operation in operations),
             missing=rollout.candidate is None or not rollout.candidate.verified,
         )
@@ -199,20 +208,19 @@ class Rollouts:
     async def _act(self, step: Step) -> None:
         try:
             await self._do(step)
-        except ReleaseError as error:
-            self._failed(step, error, final=isinstance(step, machine.Verify))
         except (RayMoEError, RayActorError, OSError) as error:
-            self._failed(step, error, final=isinstance(step, machine.Prepare | machine.Fill))
+            self._failed(step, error)
+            await asyncio.sleep(_IDLE_S)  # nobody counts its attempts
         finally:
             self._running.pop(step, None)
 
-    def _failed(self, step: Step, error: Exception, *, final: bool) -> None:
+    def _failed(self, step: Step, error: Exception) -> None:
         text = str(error).partition("\n")[0]
         _LOG.warning("a rollout of %s: %s: %s", self._base.name, type(step).__name__, text)
         rollout = self.open
         if rollout is None:
             return
-        if final and rollout.phase in (Phase.LOADING, Phase.VERIFYING):
+        if _is_final(step, error) and rollout.phase in (Phase.LOADING, Phase.VERIFYING):
             self._save(rollout.leave(text, time.time()))
         else:
             self._save(replace(rollout, reason=text))
@@ -271,9 +279,7 @@ class Rollouts:
 
     async def _next_generation(self) -> int:
         """Above all that any release has had; nothing else publishes while a rollout is open."""
-        newest: int = await ray_await(
-            self._routing().newest.remote(), self._base.step_deadline_s, "the newest generation"
-        )
+        newest: int = await self._ask_routing("the newest generation", "newest")
         return newest + 1
 
     async def _verify(self, rollout: Rollout) -> None:
@@ -284,10 +290,8 @@ class Rollouts:
         members = [rank.value for rank in candidate.group.peers]
         said = await asyncio.gather(*(self._ask(rank, "observe", rollout.config, candidate) for rank in members))
         observed: dict[int, ReleaseBundle] = dict(zip(members, said, strict=True))
-        call: Any = self._routing().admit.remote(
-            bundle, recomputed, candidate, rollout.config, observed, _note(rollout, rollout.why)
-        )
-        rehearsed, control = await ray_await(call, self._base.step_deadline_s, "verify and load a release")
+        admitted = (bundle, recomputed, candidate, rollout.config, observed, _note(rollout, rollout.why))
+        rehearsed, control = await self._ask_routing("verify and load a release", "admit", *admitted)
         drills = await asyncio.gather(*(self._ask(rank, "drill") for rank in members))
         self._save(replace(self._require_open(""), drill=Drill.of(control, drills, rehearsed=rehearsed)))
 
@@ -301,33 +305,37 @@ class Rollouts:
             again = replace(held, generation=number, version=type(held.version)(f"placement-v{number}"))
             record = self._conductor.record
             fresh = (again, release_bundle(record.config or self._base, again, record.facts))
-        call: Any = self._routing().register.remote(step, _note(rollout, step.why), fresh)
-        await ray_await(call, self._base.step_deadline_s, f"{step.event} of release {step.release_id}")
+        what = f"{step.event} of release {step.release_id}"
+        await self._ask_routing(what, "register", step, _note(rollout, step.why), fresh)
         _LOG.info("release %s: %s: %s", step.release_id, step.event, step.why)
 
     # ---- details ----
 
-    async def _registered(self) -> tuple[tuple[ReleaseStatus, ...], tuple[ReleaseRecord, ...]]:
-        found: tuple[tuple[ReleaseStatus, ...], tuple[ReleaseRecord, ...]] = await ray_await(
-            self._routing().releases.remote(), self._base.step_deadline_s, "the registry's releases"
-        )
-        return found
+    async def _ask_routing(self, what: str, method: str, *args: object) -> Any:
+        call = getattr(self._routing(), method).remote(*args)
+        try:
+            return await ray_await(call, self._base.step_deadline_s, what)
+        except RayActorError as error:  # Ray starts it again
+            raise NotServingError(f"{what}: the routing actor of {self._base.name!r} is gone") from error
 
     def _facts_of(self, rollout: Rollout) -> ModelFacts:
         serving = self._conductor.record.facts
         return replace(serving, checkpoint_version=rollout.checkpoint) if rollout.other_checkpoint else serving
 
     async def _ask(self, rank: int, method: str, *args: object) -> Any:
+        if rank not in self._peers:
+            raise PeerLostError(f"rank {rank} is gone", rank, *self._lookout.coordinates)
         call = getattr(self._peers[rank], method).remote(*args)
         return await ray_await(call, self._base.start_deadline_s, f"{method} on rank {rank}")
 
     def _save(self, rollout: Rollout) -> None:
-        kept = tuple(one for one in self._rollouts if one.number != rollout.number)
         if self._rollouts and self._rollouts[-1] == rollout:
             return
-        self._rollouts = (*kept, rollout)[-_KEPT:]
+        others = tuple(one for one in self._rollouts if one.number != rollout.number)
+        rollouts = (*others, rollout)[-_KEPT:]
+        self._conductor.keep_rollouts(rollouts)
+        self._rollouts = rollouts
         self._reserve()
-        self._conductor.keep_rollouts(self._rollouts)
 
     def _reserve(self) -> None:
         """What the open rollout fills must not be taken for slots that nobody needs."""
@@ -337,6 +345,14 @@ class Rollouts:
 
 
 _RESERVING = (Phase.LOADING, Phase.VERIFYING, Phase.SHADOW, Phase.CANARY, Phase.ACTIVE)
+
+
+def _is_final(step: Step, error: Exception) -> bool:
+    """Whether a candidate that is not loaded yet never will be. What somebody does not know yet, he may soon."""
+    if isinstance(error, NotServingError):
+        return False
+    loading = isinstance(step, machine.Prepare | machine.Fill)
+    return loading or (isinstance(step, machine.Verify) and isinstance(error, ReleaseError))
 
 
 def _note(rollout: Rollout, why: str) -> Note:

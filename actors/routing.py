@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import ray
-
 from ray_moe.actors.bringup import handle_abi
 from ray_moe.actors.collector import keep_what_is_loaded
+from ray_moe.actors.remote import was_restarted
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.drills import control_faults, disagreement, rehearsed
 from ray_moe.controlplane.generations import GenerationStatus
@@ -23,7 +22,7 @@ from ray_moe.controlplane.release_states import Note, ReleaseRecord, ReleaseStat
 from ray_moe.controlplane.releases import ReleaseRegistry
 from ray_moe.controlplane.rollout import Register
 from ray_moe.dataplane.handle import HandleHeader
-from ray_moe.errors import GenerationError, ReleaseError
+from ray_moe.errors import NotServingError, ReleaseError
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
 
 
@@ -43,7 +42,7 @@ class Registered:
     """What the registry knows: generations whose slots must stay, the one for new dispatches last, and its release.
 
     `recovering` while a registry that was restarted has not been told what it knew. `changes` counts operations;
-    `memory` is what `restore` takes, for an asker that knows another count.
+    `memory` is what `restore` takes, `releases` are how they stand in it: both for an asker that knows another count.
     """
 
     live: tuple[PlacementSnapshot, ...]
@@ -51,18 +50,19 @@ class Registered:
     recovering: bool
     changes: int = 0
     memory: bytes | None = None
+    releases: tuple[ReleaseStatus, ...] = ()
 
 
 class RoutingActor:
     """Ray actor around the pure `ReleaseRegistry`, with the configuration of each release.
 
-    Ray starts it again when its process dies. It then grants and retires nothing until `restore` has told it what it
-    knew and which leases are out; no step waits for that.
+    Ray starts it again when its process dies. Until `restore` has told it what it knew and which leases are out, it
+    grants, changes and tells nothing: `NotServingError`. No step waits for that.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
         self._registry = ReleaseRegistry(final_after_steps=config.final_after_steps)
-        self._recovering = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._recovering = was_restarted()
         self._configs: dict[str, ClusterConfig] = {}
         keep_what_is_loaded()
         self._changes = time.time_ns()  # another number than that of an earlier process
@@ -97,6 +97,7 @@ class RoutingActor:
 
         Raises `GenerationError` when it is not verified or not newer, `ReleaseError` when it takes a new release.
         """
+        self._require_known()
         if snapshot.digest not in {known.digest for known in self._registry.live()}:
             self._registry.publish(snapshot, bundle, note)
             self._changes += 1
@@ -104,9 +105,9 @@ class RoutingActor:
     async def acquire(self, holder: str, release_id: str | None = None) -> Grant:
         """A lease on the generation for new dispatches, or on that of a candidate in shadow or canary.
 
-        Raises `GenerationError` where there is none, and before `restore` after a restart.
+        Raises `GenerationError` where there is none.
         """
-        self._require_memory()
+        self._require_known()
         lease = self._registry.acquire(holder, release_id=release_id)
         self._changes += 1
         return self._grant(lease)
@@ -135,6 +136,7 @@ class RoutingActor:
         The slots of those before generation `through` are needed: they are held no longer, unless as the way back of a
         release. Returns what retired.
         """
+        self._require_known()
         self._registry.committed_step(committed_step)
         for status in self._registry.generations():
             if status.generation < through and status.held:
@@ -146,6 +148,7 @@ class RoutingActor:
 
     async def retire(self, generation: int) -> None:
         """Retire one generation, or `RetirementRefusedError` naming its holders."""
+        self._require_known()
         self._registry.retire_generation(generation)
         self._changes += 1
 
@@ -165,6 +168,7 @@ class RoutingActor:
 
         Raises `ReleaseError` naming what drifted, or which coordinates of which rank are not the bundle's.
         """
+        self._require_known()
         registry, name = self._registry, bundle.release_id
         self._changes += 1
         if name not in self._states():
@@ -188,6 +192,7 @@ class RoutingActor:
     ) -> None:
         """One operation of a rollout. `fresh` is the prior release's placement again, under a new number, for when it
         takes over. Raises `ReleaseError` for what comes too early."""
+        self._require_known()
         registry, name = self._registry, step.release_id
         if step.event == "canary":
             assert step.compared is not None
@@ -208,10 +213,12 @@ class RoutingActor:
 
     async def newest(self) -> int:
         """The highest generation that any release has had."""
+        self._require_known()
         return self._registry.newest
 
     async def releases(self) -> tuple[tuple[ReleaseStatus, ...], tuple[ReleaseRecord, ...]]:
         """Every release, and the log of what was done with them."""
+        self._require_known()
         return self._registry.status(), self._registry.log()
 
     def _states(self, *, dispatching: bool = False) -> dict[str, str]:
@@ -230,13 +237,16 @@ class RoutingActor:
             release = self._registry.dispatching()
             last = release.release_id
             live = tuple(sorted(live, key=lambda one: (one.release_id == last, one.generation)))
-        memory = pickle.dumps((self._registry, self._configs)) if self._changes != known_changes else None
-        return Registered(live, release, self._recovering, self._changes, memory)
+        if self._changes == known_changes:
+            return Registered(live, release, self._recovering, self._changes)
+        memory = pickle.dumps((self._registry, self._configs))
+        return Registered(live, release, self._recovering, self._changes, memory, self._registry.status())
 
     async def status(self) -> tuple[GenerationStatus, ...]:
         """Every generation with its state, references and holders."""
         return self._registry.generations()
 
-    def _require_memory(self) -> None:
+    def _require_known(self) -> None:
+        """An empty registry must not answer as if nothing had ever been there."""
         if self._recovering:
-            raise GenerationError("cannot grant a lease: the leases from before the restart are not rebuilt yet")
+            raise NotServingError("the registry is being restored")

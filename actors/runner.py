@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from ray_moe.actors.bringup import release_bundle
-from ray_moe.actors.remote import create_expert, kill, release_room, reserve
+from ray_moe.actors.remote import create_expert, kill, node_of, release_room, reserve
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane import effects
@@ -43,6 +43,7 @@ class EffectRunner:
     ) -> None:
         self._config, self._peers, self._routing = config, peers, routing
         self._facts, self._model_path, self._storage, self._store = facts, model_path, storage, store
+        self._coming: dict[int, str | None] = {}  # by rank, where known the node: from `Prepare` until it serves
         self._run: dict[type, Callable[[Any], Awaitable[Any]]] = {
             effects.Prepare: self._prepare,
             effects.Fill: self._fill,
@@ -51,7 +52,7 @@ class EffectRunner:
             effects.HandOver: lambda e: self._on(e.rank, "hand_over", e.to),
             effects.Readmit: lambda e: self._on(e.rank, "readmit"),
             effects.Publish: self._publish,
-            effects.Start: lambda e: self._on(e.rank, "serve", self._routing),
+            effects.Start: self._start,
             effects.Stage: lambda e: self._on(e.rank, "stage", e.generation),
             effects.Depart: lambda e: self._on(e.rank, "depart", e.generation, e.epoch),
             effects.Announce: lambda e: self._on(e.rank, "set_members", e.version, e.members),
@@ -70,15 +71,34 @@ class EffectRunner:
         return result if isinstance(effect, effects.Fill) else ()
 
     async def _prepare(self, effect: effects.Prepare) -> None:
-        if effect.rank not in self._peers:
-            room = await reserve(self._config, effect.rank)
-            self._peers[effect.rank] = create_expert(self._config, effect.rank, room)
-        facts: ModelFacts = await self._on(effect.rank, "prepare", self._model_path, self._storage.capacity)
+        rank = effect.rank
+        self._coming.setdefault(rank, None)
+        try:
+            if rank not in self._peers:
+                room = await reserve(self._config, rank)
+                self._coming[rank] = node_of(room)
+                self._peers[rank] = create_expert(self._config, rank, room)
+            capacity, sharers = self._storage.capacity, self._sharers(rank)
+            facts: ModelFacts = await self._on(rank, "prepare", self._model_path, capacity, sharers)
+        except BaseException:
+            self._coming.pop(rank, None)
+            raise
         if facts != self._facts:
             raise GenerationError(
-                f"rank {effect.rank} loaded checkpoint {facts.checkpoint_version}, the cluster serves "
+                f"rank {rank} loaded checkpoint {facts.checkpoint_version}, the cluster serves "
                 f"{self._facts.checkpoint_version}: the model's files changed"
             )
+
+    def _sharers(self, rank: int) -> int:
+        """Ranks that come to the node of this one, itself among them; one whose node is not known yet may come there.
+
+        What they take of its memory they have only once they serve.
+        """
+        here = self._coming[rank]
+        return sum(
+            None in (here, node) or (node == here and other in self._peers)  # else it has died
+            for other, node in self._coming.items()
+        )
 
     async def _fill(self, effect: effects.Fill) -> Sequence[FillOutcome]:
         call: Any = self._actor(effect.rank).fill.remote(effect.orders)
@@ -104,11 +124,16 @@ class EffectRunner:
         call: Any = self._routing.publish.remote(effect.snapshot, bundle, note)
         await ray_await(call, self._config.step_deadline_s, what)
 
+    async def _start(self, effect: effects.Start) -> None:
+        await self._on(effect.rank, "serve", self._routing)
+        self._coming.pop(effect.rank, None)
+
     async def _retire(self, effect: effects.Retire) -> None:
         call: Any = self._routing.retire_due.remote(effect.committed_step, effect.through)
         await ray_await(call, self._config.step_deadline_s, "retire generations")
 
     async def _end(self, effect: effects.End) -> None:
+        self._coming.pop(effect.rank, None)
         actor = self._actor(effect.rank)
         call: Any = actor.finish.remote()
         try:

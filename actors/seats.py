@@ -16,6 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from ray_moe.actors.bringup import backend_of, groups_of, release_bundle, transport_over
+from ray_moe.actors.memory import require_room
 from ray_moe.actors.model import LoadedModel, load_model
 from ray_moe.actors.routing import Grant
 from ray_moe.comm.join import join_transport
@@ -26,7 +27,7 @@ from ray_moe.controlplane.layouts import expert_layout, require_layout
 from ray_moe.controlplane.rollout import Did, Heard, RolesOrder
 from ray_moe.dataplane.layer import LayerCounters
 from ray_moe.dataplane.route_counts import RouteCounts
-from ray_moe.deadline import ray_await
+from ray_moe.deadline import ray_await, wait_for
 from ray_moe.engine.blocks import overlap_shared
 from ray_moe.engine.generation import Backend, Departure, GenerationView, build_view
 from ray_moe.engine.loop import EngineLoop
@@ -58,6 +59,7 @@ class Seats:
         self._config, self._rank, self._beside = config, rank, beside
         self._models = {model.facts.checkpoint_version: model}
         self._paths: dict[Path, LoadedModel] = {}
+        self._loading: dict[Path, asyncio.Task[None]] = {}
         self._pool, self._route_counts = pool, route_counts
         self._first_counters: Mapping[int, LayerCounters] | None = counters
         self._counters: dict[str, Mapping[int, LayerCounters]] = {}  # by release
@@ -76,6 +78,11 @@ class Seats:
     def epochs(self) -> frozenset[int]:
         """Epochs that this peer could serve."""
         return frozenset(self._transports)
+
+    @property
+    def neighbours(self) -> frozenset[int]:
+        """Ranks of all epochs that this peer has a seat in: those it may have to call."""
+        return frozenset(rank.value for seat in self._transports.values() for rank in seat.group.spec.peers)
 
     def group(self, epoch: int) -> ProcessGroupSpec:
         """The group that was joined for an epoch; `NotServingError` without a seat in it."""
@@ -160,14 +167,41 @@ class Seats:
         return self._models[checkpoint]
 
     async def add_model(self, loop: EngineLoop, path: Path) -> ModelFacts:
-        """Load another checkpoint; asked again, the same one."""
+        """Load another checkpoint; asked again, the same one, also while it is being loaded.
+
+        Raises `NotAvailableError` where it does not fit beside what this peer holds, and what `load_model` raises.
+        """
         if path not in self._paths:
-            config = self._config
-            model = await self._beside(load_model, config, path)
-            shared = overlap_shared(model.trunk, model.blocks) if config.strategy == "shared_path" else {}
-            loop.know(model.trunk, shared)
-            self._paths[path] = self._models[model.facts.checkpoint_version] = model
+            task = self._loading.get(path)
+            if task is None:
+                task = self._loading[path] = asyncio.create_task(self._add_model(loop, path))
+                task.add_done_callback(lambda _: self._loading.pop(path, None))
+            # Loading cannot be stopped: whoever waits too long for it finds it under way when he asks again.
+            await wait_for(asyncio.shield(task), self._config.start_deadline_s, f"load_model on rank {self._rank}")
         return self._paths[path].facts
+
+    async def _add_model(self, loop: EngineLoop, path: Path) -> None:
+        config = self._config
+        model = await asyncio.to_thread(self._load_beside, path, self._sharers(), self._held(loop))
+        shared = overlap_shared(model.trunk, model.blocks) if config.strategy == "shared_path" else {}
+        loop.know(model.trunk, shared)
+        self._paths[path] = self._models[model.facts.checkpoint_version] = model
+
+    def _load_beside(self, path: Path, sharers: int, held: int) -> LoadedModel:
+        who = f"another checkpoint on rank {self._rank}"
+        require_room(self._config, path, None, who=who, sharers=sharers, held=held)
+        return load_model(self._config, path)
+
+    def _sharers(self) -> int:
+        """Peers of this node: all of them load it at the same time."""
+        snapshot = max(self._grants.values(), key=lambda grant: grant.lease.generation).snapshot
+        node = snapshot.topology.owner
+        return sum(node[rank] == node[self._rank] for rank in snapshot.group.peers)
+
+    def _held(self, loop: EngineLoop) -> int:
+        """Bytes that stay here beside what is loaded."""
+        trunks, cache = sum(model.trunk.nbytes for model in self._models.values()), loop.cache
+        return trunks + self._pool.allocated_bytes + cache.num_blocks * cache.block_size * cache.position_bytes
 
     def observe(self, config: ClusterConfig, snapshot: PlacementSnapshot) -> ReleaseBundle:
         """What this peer makes of a release. Raises `NotServingError` without the checkpoint, or the epoch's seat, and

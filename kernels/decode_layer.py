@@ -28,14 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ray_moe.kernels.activation import SwiGLU
-from ray_moe.kernels.epilogue import swiglu
+from ray_moe.kernels.epilogue import swiglu, weighted
 from ray_moe.kernels.launch import multiprocessors
 
 # Triton 3.7 renamed it.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 BLOCK, DEPTH = gl.constexpr(64), gl.constexpr(128)  # rows of a weight block, one warpgroup's; and its columns
-_STAGES = {8: 6, 16: 6, 32: 5}  # of 32 KiB of weights and the rows beside them, in 227 KiB
-_MOST_ROUTES = 512
+_STAGES = 6  # of 32 KiB of weights and at most 4 KiB of rows each, in 227 KiB
+MOST_ROUTES = 128  # a thread compares one of them with all
 
 
 @gluon.jit
@@ -54,7 +54,10 @@ def _fence_global():
 
 @gluon.jit
 def _all_programs(arrivals, PROGRAMS: gl.constexpr):
-    """Wait until every program is here. `arrivals` only ever grows, so that no launch has to reset it."""
+    """Wait until every program is here. `arrivals` only ever grows, so that no launch has to reset it.
+
+    The launch is cooperative: all programs run at once, or none does, so that none waits for one that cannot begin.
+    """
     _fence_global()
     _barrier()
     before = gl.atomic_add(arrivals, gl.to_tensor(1).to(gl.int64), sem="acq_rel", scope="gpu")
@@ -145,18 +148,12 @@ def _consume(
     STAGES: gl.constexpr = shape[6]
     PROGRAMS: gl.constexpr = shape[7]
     active, num_tokens = counts
-    gate_up_bias, down_bias, ids, gates, owner_slot, owner_of, acts, outs, out, arrivals = pointers
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TP, 16])
-    lane = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+    ids, gates, owner_of, acts, outs, out, arrivals = pointers
     step = 0
     TILES_F: gl.constexpr = F // BLOCK
     for tile in range(gl.program_id(0), active * TILES_F, PROGRAMS):
         owner, column = tile // TILES_F, tile % TILES_F * BLOCK
         gate, up, step = _accumulate(weights, rows, full, empty, step, D // DEPTH, TP, STAGES)
-        if gate_up_bias is not None:
-            bias = gate_up_bias + gl.load(owner_slot + owner) * 2 * F + column + lane
-            gate += gl.load(bias).to(gl.float32)[:, None]
-            up += gl.load(bias + F).to(gl.float32)[:, None]
         block = swiglu(gate, up, activation[0], activation[1], activation[2])
         _store_columns(acts + owner * TP * F + column, F, block, TP)
     _all_programs(arrivals, PROGRAMS)
@@ -166,11 +163,6 @@ def _consume(
     for tile in range(gl.program_id(0), active * TILES_D * PARTS, PROGRAMS):
         owner, column, part = tile // (TILES_D * PARTS), tile // PARTS % TILES_D * 2 * BLOCK, tile % PARTS
         upper, lower, step = _accumulate(weights, rows, full, empty, step, F // (PARTS * DEPTH), TP, STAGES)
-        if down_bias is not None:
-            if part == 0:
-                bias = down_bias + gl.load(owner_slot + owner) * D + column + lane
-                upper += gl.load(bias).to(gl.float32)[:, None]
-                lower += gl.load(bias + BLOCK).to(gl.float32)[:, None]
         into = outs + (part * CAPACITY + owner) * TP * D + column
         _store_columns(into, D, upper, TP)
         _store_columns(into + BLOCK, D, lower, TP)
@@ -191,7 +183,8 @@ def _consume(
             for part in gl.static_range(1, PARTS):
                 value += gl.load(row + part * CAPACITY * TP * D, mask=valid, other=0.0)
             # An expert's row has the payload's dtype on every path, so it is rounded to it here as well.
-            total += gl.load(gates + route).to(gl.float32) * value.to(out.dtype.element_ty).to(gl.float32)
+            value = value.to(out.dtype.element_ty).to(gl.float32)
+            total += weighted(value, gl.load(gates + route), out.dtype.element_ty)
         gl.store(out + token * D + column + columns, total.to(out.dtype.element_ty))
 
 
@@ -269,7 +262,7 @@ def _produce(
 
 @gluon.jit
 def decode_layer_kernel(
-    hidden_desc, gate_up_desc, down_desc, acts_desc, gate_up_bias, down_bias, ids, gates, slots, owners, acts, outs,
+    hidden_desc, gate_up_desc, down_desc, acts_desc, ids, gates, slots, owners, acts, outs,
     out, arrivals, num_tokens, RP: gl.constexpr, EP: gl.constexpr, E: gl.constexpr, shape: gl.constexpr,
     activation: gl.constexpr,
 ):  # fmt: skip
@@ -293,7 +286,7 @@ def decode_layer_kernel(
     active = _find_owners(ids, slots, owner_slot, owner_of, num_tokens * shape[1], RP, EP, E)
     _barrier()
     counts = (active, num_tokens)
-    pointers = (gate_up_bias, down_bias, ids, gates, owner_slot, owner_of, acts, outs, out, arrivals)
+    pointers = (ids, gates, owner_of, acts, outs, out, arrivals)
     descs = (hidden_desc, gate_up_desc, down_desc, acts_desc)
     gl.warp_specialize(
         [
@@ -307,9 +300,9 @@ def decode_layer_kernel(
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """`columns`: token columns, 8, 16 or 32. `parts`: programs that share the depth of one down block.
+    """`columns`: token columns, 8 or 16. `parts`: programs that share the depth of one down block.
 
-    D must be a multiple of 128, F of 128 * parts.
+    D must be a multiple of 128, F of 128 * parts; `columns` * K at most `MOST_ROUTES`.
     """
 
     columns: int
@@ -330,7 +323,7 @@ class DecodeBuffers:
         rows = most_owners * tile.columns
         outs_dtype = torch.bfloat16 if tile.parts == 1 else torch.float32
         return DecodeBuffers(
-            owners=torch.empty(multiprocessors(device) * 2 * _MOST_ROUTES, dtype=torch.int32, device=device),
+            owners=torch.empty(multiprocessors(device) * 2 * MOST_ROUTES, dtype=torch.int32, device=device),
             acts=torch.empty(rows, ffn, dtype=torch.bfloat16, device=device),
             outs=torch.empty(tile.parts * rows, hidden, dtype=outs_dtype, device=device),
             arrivals=torch.zeros(1, dtype=torch.int64, device=device),
@@ -354,8 +347,6 @@ def decode_layer(
     slots_E: Tensor,
     gate_up: TensorDescriptor,
     down: TensorDescriptor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
     activation: SwiGLU,
     tile: DecodeTile,
     buffers: DecodeBuffers,
@@ -363,7 +354,7 @@ def decode_layer(
 ) -> None:
     """`out_TD` [T, D] = the gate-weighted sum of each token's experts; T at most `tile.columns`, bf16.
 
-    `ids_TK` are experts in [-1, E), -1 for nobody's routes; `slots_E` int32 gives each expert's pool slot.
+    An id outside [0, E) is nobody's route; `slots_E` int32 gives each expert's pool slot. Experts have no biases.
     """
     num_tokens, hidden = hidden_TD.shape
     top_k, ffn = ids_TK.shape[1], buffers.acts.shape[1]
@@ -372,8 +363,8 @@ def decode_layer(
     shape = (tile.columns, top_k, hidden, ffn, tile.parts, buffers.acts.shape[0] // tile.columns)
     decode_layer_kernel[(programs,)](
         _descriptor(hidden_TD, tile.columns), gate_up, down, _descriptor(buffers.acts, tile.columns),
-        gate_up_bias, down_bias, ids_TK, gates_TK, slots_E, buffers.owners, buffers.acts, buffers.outs, out_TD,
+        ids_TK, gates_TK, slots_E, buffers.owners, buffers.acts, buffers.outs, out_TD,
         buffers.arrivals, num_tokens, RP=routes, EP=max(128, triton.next_power_of_2(num_experts)), E=num_experts,
-        shape=(*shape, _STAGES[tile.columns], programs),
+        shape=(*shape, _STAGES, programs),
         activation=(activation.limit, activation.alpha, activation.up_shift), num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip

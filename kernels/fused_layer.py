@@ -8,7 +8,9 @@ and slots. Letters: T tokens, K top-k, N = T * K routes, R rows, E experts, D hi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,15 @@ from ray_moe.kernels.gemv_layer import GemvBuffers, GemvTile, gemv_layer
 from ray_moe.kernels.grouped_gemm import Tile
 from ray_moe.kernels.launch import is_hopper
 from ray_moe.kernels.routing import RouteMaps, route
-from ray_moe.kernels.tiling import ROW_BLOCKS, GroupedTiles, LayerShape, Tiling, choose, small_tilings
+from ray_moe.kernels.tiling import (
+    ROW_BLOCKS,
+    GroupedTiles,
+    LayerShape,
+    Tiling,
+    choose,
+    sizes_to_compile,
+    small_tilings,
+)
 from ray_moe.kernels.warp_gemm import WarpTile
 
 
@@ -62,6 +72,8 @@ class Workspace:
     def ensure(self, tile: DecodeTile | GemvTile) -> None:
         """Room for a way to run few tokens; those of the tables have it."""
         shape, device = self.shape, self.device
+        if tile in self.decode or tile in self.gemv:
+            return
         if isinstance(tile, GemvTile):
             self.gemv[tile] = GemvBuffers.allocate(tile, shape.top_k, shape.hidden, shape.ffn, self.dtype, device)
         else:
@@ -72,11 +84,6 @@ class Workspace:
     def hopper(self) -> bool:
         """Whether the kernels for wgmma and the copy engine run here: bf16 on compute capability 9."""
         return self.dtype == torch.bfloat16 and is_hopper(self.device)
-
-    @staticmethod
-    def bytes_for(shape: LayerShape, max_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of the two row buffers, which are all but a few MiB of a workspace."""
-        return max_tokens * shape.top_k * (shape.ffn + shape.hidden) * dtype.itemsize
 
 
 def misfit(shape: LayerShape, dtype: torch.dtype) -> str | None:
@@ -110,13 +117,16 @@ class FusedLayer:
         num_tokens, slabs, workspace = hidden_TD.shape[0], self.slabs, self.workspace
         if num_tokens > workspace.max_tokens:
             raise ConfigError(f"a layer takes at most {workspace.max_tokens} tokens here, found {num_tokens}")
+        if ids_TK.shape != (num_tokens, workspace.shape.top_k):
+            wanted = [num_tokens, workspace.shape.top_k]
+            raise ConfigError(f"ids must be {wanted} for these rows and this workspace, found {list(ids_TK.shape)}")
         if num_tokens == 0:
             return
         tiling = self.tiling_of(num_tokens)
         if isinstance(tiling, DecodeTile):
             decode_layer.decode_layer(
                 hidden_TD, ids_TK, gates_TK, slots_E, self._weights("gate_up", tiling), self._weights("down", tiling),
-                slabs.gate_up_bias, slabs.down_bias, slabs.activation, tiling, workspace.decode[tiling], out_TD,
+                slabs.activation, tiling, workspace.decode[tiling], out_TD,
             )  # fmt: skip
         elif isinstance(tiling, GemvTile):
             gemv_layer(
@@ -132,7 +142,21 @@ class FusedLayer:
     def tiling_of(self, num_tokens: int) -> Tiling:
         """How so many tokens are run."""
         workspace = self.workspace
-        return self._tiling or choose(num_tokens, workspace.shape, workspace.hopper, self._invariant)
+        if self._tiling is not None:
+            return self._tiling
+        chosen = choose(num_tokens, workspace.shape, workspace.hopper, self._invariant)
+        if isinstance(chosen, DecodeTile) and self.slabs.down_bias is not None:  # it adds none
+            return choose(num_tokens, workspace.shape, workspace.hopper, batch_invariant=True)
+        return chosen
+
+    def compile(self) -> None:
+        """Run every way that the tables have for up to `max_tokens` tokens once, with routes that are nobody's."""
+        workspace, shape = self.workspace, self.workspace.shape
+        slots_E = torch.zeros(shape.num_experts, dtype=torch.int32, device=workspace.device)
+        for num_tokens in sizes_to_compile(shape, workspace.max_tokens):
+            rows_TD = torch.zeros(num_tokens, shape.hidden, dtype=workspace.dtype, device=workspace.device)
+            ids_TK = torch.full((num_tokens, shape.top_k), -1, device=workspace.device)
+            self(rows_TD, ids_TK, torch.zeros(ids_TK.shape, device=workspace.device), slots_E, rows_TD)
 
     # -- The four launches of many tokens, apart so that a benchmark can time each
 
@@ -143,11 +167,10 @@ class FusedLayer:
         workspace, slabs, tile = self.workspace, self.slabs, tiling.gate_up
         maps, top_k = workspace.maps[tiling.rows], workspace.shape.top_k
         acts_RF = workspace.acts_RF[: hidden_TD.shape[0] * top_k]
-        common = (hidden_TD, maps.source_N, top_k, maps.tiles, slots_E, self._weights("gate_up", tile))
-        if isinstance(tile, WarpTile):
-            warp_gemm.gate_up_swiglu(*common, slabs.gate_up_bias, slabs.activation, tile, acts_RF)
-        else:
-            grouped_gemm.gate_up_swiglu(*common, slabs.gate_up_bias, slabs.activation, tile, acts_RF)
+        grouped_gemm.gate_up_swiglu(
+            hidden_TD, maps.source_N, top_k, maps.tiles, slots_E, self._weights("gate_up", tile), slabs.gate_up_bias,
+            slabs.activation, tile, acts_RF,
+        )  # fmt: skip
 
     def down(self, num_tokens: int, slots_E: Tensor, tiling: GroupedTiles) -> None:
         workspace, bias, tile = self.workspace, self.slabs.down_bias, tiling.down
@@ -155,20 +178,22 @@ class FusedLayer:
         acts_RF, rows_RD = workspace.acts_RF[:rows], workspace.rows_RD[:rows]
         tiles, weights = workspace.maps[tiling.rows].tiles, self._weights("down", tile)
         if isinstance(tile, WarpTile):
-            acts = self._descriptor("acts", tile, lambda: warp_gemm.rows_descriptor(workspace.acts_RF))
-            warp_gemm.down_product(acts_RF, acts, tiles, slots_E, weights, bias, None, tile, rows_RD)
+            acts = self._descriptor("acts", tile, partial(warp_gemm.rows_descriptor, workspace.acts_RF))
+            warp_gemm.down_product(acts, tiles, slots_E, weights, bias, None, tile, rows_RD)
         else:
             grouped_gemm.down_product(acts_RF, tiles, slots_E, weights, bias, None, tile, rows_RD)
 
     def _weights(self, name: str, tile: Tile | WarpTile | DecodeTile) -> Any:
         slab = getattr(self.slabs, name)
         if isinstance(tile, DecodeTile):
-            return self._descriptor(name, tile, lambda: decode_layer.weights_descriptor(slab))
-        module = warp_gemm if isinstance(tile, WarpTile) else grouped_gemm
-        build = getattr(module, f"{name}_descriptor")
-        return self._descriptor(name, tile, lambda: build(slab) if isinstance(tile, WarpTile) else build(slab, tile))
+            build = partial(decode_layer.weights_descriptor, slab)
+        elif isinstance(tile, WarpTile):
+            build = partial(warp_gemm.down_descriptor, slab)
+        else:
+            build = partial(getattr(grouped_gemm, f"{name}_descriptor"), slab, tile)
+        return self._descriptor(name, tile, build)
 
-    def _descriptor(self, name: str, tile: Any, build: Any) -> Any:
+    def _descriptor(self, name: str, tile: Any, build: Callable[[], Any]) -> Any:
         """Built when first asked for: their making costs the host microseconds."""
         key = (name, tile)
         if key not in self._descriptors:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ray_moe.kernels.activation import SwiGLU
-from ray_moe.kernels.epilogue import swiglu
+from ray_moe.kernels.epilogue import swiglu, weighted
 from ray_moe.kernels.launch import dependent
 
 
@@ -89,8 +89,8 @@ def _gate_up_kernel(
     ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # only now: down reads ids and slots before it waits
     k = tl.program_id(1)
     expert = tl.load(ids + k).to(tl.int32)
     if (expert < 0) | (expert >= E):
@@ -160,5 +160,6 @@ def _sum_kernel(
         for part in tl.static_range(PARTS):
             value += tl.load(sums + (k * PARTS + part) * D + d, mask=d < D, other=0.0)
         # Rounded to the payload's dtype, as an expert's row is on every path.
-        total += tl.load(gates + k).to(tl.float32) * value.to(out.dtype.element_ty).to(tl.float32)
+        row = value.to(out.dtype.element_ty).to(tl.float32)
+        total += weighted(row, tl.load(gates + k), out.dtype.element_ty)
     tl.store(out + d, total.to(out.dtype.element_ty), mask=d < D)

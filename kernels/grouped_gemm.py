@@ -73,7 +73,7 @@ def gate_up_swiglu(
     """Row r of `out_RF` = SwiGLU of gate and up products of row `source_N[r] // top_k` of `hidden_TD`.
 
     `source_N` None: `hidden_TD` has the rows in order already. Rows of no tile are left as they are. fp32 accumulation
-    over D in ascending steps of `tile.depth`. Twin: `reference.grouped_gate_up`.
+    over D in ascending steps of `tile.depth`. Twin: `reference_grouped.grouped_gate_up`.
     Example (D = F = 1, one expert): gate 1, up 2, hidden [[1], [3]], source [1, 0] -> [silu(3) * 6, silu(1) * 2].
     """
     _launch(hidden_TD, source_N, top_k, tiles, slots_S, weights, bias, None, activation, tile, out_RF)
@@ -91,7 +91,7 @@ def down_product(
 ) -> None:
     """Row r of `out_RD` = down product of row r of `acts_RF`, times `gates_R[r]` where the ABI's gate is at the expert.
 
-    Twin: `reference.grouped_down`. Example (D = F = 1): down 2, rows [[1], [3]] -> [[2], [6]].
+    Twin: `reference_grouped.grouped_down`. Example (D = F = 1): down 2, rows [[1], [3]] -> [[2], [6]].
     """
     _launch(acts_RF, None, 1, tiles, slots_S, weights, bias, gates_R, None, tile, out_RD)
 

@@ -25,6 +25,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that may begin while its predecessor on the stream ends (it waits in the kernel)."""
+    """Launch options of a kernel that may begin while its predecessor on the stream ends.
+
+    It waits in the kernel, before it touches what any kernel before it wrote. What it reads earlier must have been
+    complete when its predecessor let it begin.
+    """
     overlaps = not INTERPRETED and is_hopper(device)
     return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}

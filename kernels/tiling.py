@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from ray_moe.kernels.decode_layer import DecodeTile
+from ray_moe.kernels.decode_layer import MOST_ROUTES, DecodeTile
 from ray_moe.kernels.gemv_layer import GemvTile
 from ray_moe.kernels.grouped_gemm import Tile
 from ray_moe.kernels.warp_gemm import DEPTH as WARP_DEPTH
@@ -30,7 +30,7 @@ class LayerShape:
 class GroupedTiles:
     """Tiles of the two products; both take the same row tiles."""
 
-    gate_up: Tile | WarpTile
+    gate_up: Tile
     down: Tile | WarpTile
 
     @property
@@ -45,6 +45,7 @@ ROW_BLOCKS = (16, 32, 64, 128)  # heights of row tiles in the tables below
 _ONE_TOKEN = GemvTile(pairs=4, depth=2048, warps=4, rows=4, down_depth=2048, down_warps=2)
 # Few rows: weights are the tensor cores' M side, since it has 64 rows at least.
 _SKINNY = Tile(16, 128, 128, 4, 3, group=1, swapped=True)
+_SKINNIEST = Tile(16, 64, 256, 4, 3, group=1, swapped=True)
 _LOW = Tile(32, 128, 128, 4, 3, group=1, swapped=True)
 _TALL = Tile(128, 256, 64, 8, 4, short_tail=True)
 _TALLEST = Tile(128, 256, 64, 8, 4, group=16, short_tail=True)
@@ -53,6 +54,7 @@ _TALLEST = Tile(128, 256, 64, 8, 4, group=16, short_tail=True)
 # hide better; a wide one takes its rows by the copy engine.
 _NARROW_FFN = 4096
 _BY_ROWS: tuple[tuple[float, GroupedTiles, GroupedTiles], ...] = (  # most rows, narrow FFN, wide FFN
+    (2, GroupedTiles(_SKINNIEST, _SKINNY), GroupedTiles(_SKINNY, _SKINNY)),
     (10, GroupedTiles(_SKINNY, _SKINNY), GroupedTiles(_SKINNY, _SKINNY)),
     (40, GroupedTiles(_LOW, _LOW), GroupedTiles(_LOW, _LOW)),
     (80, GroupedTiles(_TALL, WarpTile(group=1)), GroupedTiles(_TALL, replace(_TALL, copied_rows=True))),
@@ -74,7 +76,7 @@ def choose(num_tokens: int, shape: LayerShape, hopper: bool = True, batch_invari
     """
     rows = num_tokens * shape.top_k / shape.num_experts
     if not hopper:
-        return next(tiles for most, tiles in _PORTABLE if rows <= most)
+        return _PORTABLE[-1][1] if batch_invariant else next(tiles for most, tiles in _PORTABLE if rows <= most)
     if not batch_invariant:
         for small in small_tilings(shape):
             if num_tokens <= (1 if isinstance(small, GemvTile) else small.columns):
@@ -83,10 +85,17 @@ def choose(num_tokens: int, shape: LayerShape, hopper: bool = True, batch_invari
     return next(one if narrow else other for most, one, other in _BY_ROWS if rows <= most)
 
 
+def sizes_to_compile(shape: LayerShape, max_tokens: int) -> list[int]:
+    """Numbers of tokens that meet every line of the tables, up to `max_tokens` and that itself."""
+    lines = [most for most, *_ in _BY_ROWS] + [most for most, _ in _PORTABLE]
+    most = [1, 8] + [int(rows * shape.num_experts / shape.top_k) for rows in lines if rows < inf]
+    return sorted({tokens for tokens in (*most, max_tokens) if 1 <= tokens <= max_tokens})
+
+
 def small_tilings(shape: LayerShape) -> tuple[GemvTile | DecodeTile, ...]:
     """What a few tokens take on Hopper, fewest first; a tile's columns are the most tokens that take it."""
     wanted = (2, 1) if shape.ffn <= _NARROW_FFN else (4, 2, 1)
     parts = [parts for parts in wanted if shape.ffn % (128 * parts) == 0]
-    if shape.hidden % 128 or not parts:
+    if shape.hidden % 128 or not parts or 8 * shape.top_k > MOST_ROUTES:
         return (_ONE_TOKEN,)
     return _ONE_TOKEN, DecodeTile(8, parts[0])

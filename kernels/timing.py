@@ -33,7 +33,12 @@ def graphed(call: Callable[[], object]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.kept = call  # type: ignore[attr-defined]  # what it closes over must live as long as the graph
+    return replay
 
 
 def median_ms(replay: Callable[[], object], budget_ms: int) -> float:

@@ -142,8 +142,8 @@ class ClusterConfig(Manifest):
 
     `load_format` "dummy" reads the model's config.json alone and makes weights up. A peer may take `memory_bytes` of
     its device, by default `memory_fraction` of what is free there (on CPU, of its share of that); what does not fit is
-    refused before anything is loaded, and `spare_slots` "auto" are as many as fit. `batch_invariant` (one GPU) gives a
-    request the same bits whatever it is batched with.
+    refused before anything is loaded, and `spare_slots` "auto" are as many as fit. `batch_invariant` (one GPU) gives
+    rows of routed experts the same bits whatever they are batched with.
 
     `contract` names a historical combination and sets its fields. `node_labels` says per rank which node it belongs to
     (default: the Ray node that it runs on); `topology`, a document or the path of one, says more: relays, NICs,
@@ -289,11 +289,17 @@ class ClusterConfig(Manifest):
 
     @model_validator(mode="after")
     def _carried(self) -> Self:
-        if self.batch_invariant and (self.device, self.runner) != ("cuda", "grouped"):
-            raise ValueError(
-                f"batch_invariant needs device cuda and runner grouped, found {self.device} and {self.runner}: "
-                "no other products keep one order of summation"
-            )
+        if self.batch_invariant:
+            # Whatever is not the layer's own kernels sums in an order that the batch decides; audits go by handles.
+            needed: dict[str, object] = {"device": "cuda", "dtype": "bfloat16", "runner": "grouped"}
+            needed |= {"payload": "native", "gate_location": "origin"}
+            needed |= {"audit_rate": 0.0, "decode_buckets": (), "adaptive": ()}
+            other = [f"{name}={getattr(self, name)}" for name, value in needed.items() if getattr(self, name) != value]
+            if other:
+                wanted = ", ".join(f"{name}={value}" for name, value in needed.items() if value != ())
+                raise ValueError(
+                    f"batch_invariant needs {wanted}, no decode_buckets and nothing adaptive; found {', '.join(other)}"
+                )
         if self.peers > 1 and self.device == "cuda":
             raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
         return self

@@ -14,6 +14,7 @@ as nobody lets it run.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from dataclasses import dataclass, field
@@ -22,12 +23,17 @@ from pathlib import Path
 
 from ray_moe.deadline import Deadline, join_thread, pause
 
+_LOG = logging.getLogger(__name__)
+
 # In a Ray of our own peers serve at usual priority. Ray's default, nice 15, leaves them a thirtieth of a core beside
 # any process that starts at nice 0, as every worker of Ray does.
 USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
 _PROBE_S = 10.0
 _NICEST = 19
-_AUTOGROUP, _SESSION_S = Path("/proc/self/autogroup"), 1.0
+_AUTOGROUP = Path("/proc/self/autogroup")
+# The kernel takes ten changes of a session a second, of all processes together. To be low is of use only while others
+# serve; to stay so costs everybody.
+_LOWER_S, _RAISE_S, _AGAIN_S = 1.0, 5.0, 0.05
 
 
 class Means(StrEnum):
@@ -96,7 +102,7 @@ def restore_process() -> Means:
     while _begun:
         lowered, session_nice = _begun.pop()
         if session_nice is not None:
-            _weigh_session(session_nice)
+            _raise_session(session_nice)
         lowered.restore()
     return means
 
@@ -112,22 +118,30 @@ def _leave_session() -> int | None:
         os.setsid()
     except (OSError, ValueError, IndexError):
         return None
-    _weigh_session(_NICEST)
+    _weigh_session(_NICEST, _LOWER_S)  # where that is refused, this work is done at a low priority all the same
     return usual
 
 
-def _weigh_session(nice: int) -> None:
-    """Where that is refused it is left: other work is done at the usual priority then, or this at a low one."""
-    deadline = Deadline(_SESSION_S)
-    while not deadline.passed:
+def _raise_session(usual: int) -> None:
+    """Back to the nice value of the session that was left, or to 0, which anybody may have."""
+    if not any(_weigh_session(nice, _RAISE_S) for nice in dict.fromkeys((usual, 0))):
+        _LOG.warning("process %d serves in a session at nice %d: the kernel refuses %d", os.getpid(), _NICEST, usual)
+
+
+def _weigh_session(nice: int, seconds: float) -> bool:
+    """Give this session a nice value; False where that is refused, or not taken for so many `seconds`."""
+    deadline = Deadline(seconds)
+    while True:
         try:
             _AUTOGROUP.write_text(str(nice))
-        except BlockingIOError:  # the kernel takes ten such changes a second, of all processes together
-            pause(_SESSION_S / 20)
+        except BlockingIOError:  # one change too many this second
+            if deadline.passed:
+                return False
+            pause(_AGAIN_S)
         except OSError:
-            return
+            return False
         else:
-            return
+            return True
 
 
 # -- One means on one thread: the kernel takes a thread's id where the names say process

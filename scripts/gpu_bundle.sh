@@ -4,6 +4,7 @@
 #
 #   scripts/gpu_bundle.sh             -> .gpu/ray_cp312.tar.xz, about 40 MB, in two minutes with a network
 #   RAY_BUNDLE_EXTRA="uvloop" ...     more requirements to take along
+#   MAX_MIB=80 ...                    another limit on archive and working tree together (60 MiB)
 #
 # On the host, from the repository's root:
 #   mkdir -p .gpu/site && tar -C .gpu/site -xJf .gpu/ray_cp312.tar.xz
@@ -13,7 +14,7 @@
 # LLM, C++, HAProxy), and compiled libraries that the host has of its own; two copies in one process would clash.
 set -euo pipefail
 
-readonly MAX_MIB=60 # archive and working tree together: what travels to a host in one piece
+readonly MAX_MIB=${MAX_MIB:-60} # this project's own limit on what is copied to an offline CUDA host: archive and working tree
 readonly PYTHON_VERSION=3.12
 
 die() {
@@ -48,7 +49,7 @@ trap 'rm -rf "$work"' EXIT
 grep -vE '^(#|grpcio|protobuf|googleapis-common-protos|numpy)' "$constraints" >"$work/constraints.txt"
 
 echo "gpu_bundle: fetching ray $ray for Python $PYTHON_VERSION" >&2
-# grpcio-reflection refuses a grpcio that is older than itself; 1.84.0 is the newest that such hosts have.
+# The host's own grpcio is used, and grpcio-reflection refuses one that is older than itself: 1.84.0 or newer is needed.
 # shellcheck disable=SC2086 # the extra requirements are words
 "$python" -m pip install -qq --disable-pip-version-check --target "$work/site" --no-compile --only-binary=:all: \
     --implementation cp --python-version "$PYTHON_VERSION" \
@@ -78,7 +79,7 @@ mib() { awk -v bytes="$1" 'BEGIN { printf "%.1f", bytes / 1048576 }'; }
 sum=$(mib $((bytes + tree)))
 if [ $((bytes + tree)) -ge $((MAX_MIB * 1048576)) ]; then
     rm "$archive.part"
-    die "archive $(mib "$bytes") MiB and working tree $(mib "$tree") MiB are $sum MiB, the bound is $MAX_MIB MiB"
+    die "archive $(mib "$bytes") MiB and working tree $(mib "$tree") MiB are $sum MiB, the limit is $MAX_MIB MiB (MAX_MIB)"
 fi
 mv "$archive.part" "$archive"
 echo "gpu_bundle: $archive, $(mib "$bytes") MiB; with the working tree $sum of $MAX_MIB MiB" >&2

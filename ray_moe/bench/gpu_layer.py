@@ -1,4 +1,4 @@
-"""The one-GPU expert layer against its roofline, PyTorch's pipeline and itself, on one CUDA device without a registry.
+"""The one-GPU expert layer against its roofline, PyTorch's pipeline and itself, on one CUDA device.
 
     python -m ray_moe.bench.gpu_layer [--tune] [--models A,B] [--tokens 1,4] [--out DIR]
 
@@ -47,15 +47,15 @@ MOST_ERROR = 6e-3  # three bf16 products, about 0.003
 _CUDA = torch.device("cuda")
 
 
-def layer_row(model: str, shape: LayerShape, slabs: Slabs, tokens: int, *, peers: bool = True) -> Row:
+def layer_row(model: str, shape: LayerShape, slabs: Slabs, tokens: int, *, against_torch: bool = True) -> Row:
     """One size: ours, ours batch-invariant, PyTorch's pipeline and, at prefill sizes, Zipf routing; same rounds."""
     workspace, inputs = Workspace(shape, tokens, torch.bfloat16, _CUDA), Inputs.random(shape, tokens)
     layers = {"ms": FusedLayer(slabs, workspace), "invariant_ms": FusedLayer(slabs, workspace, batch_invariant=True)}
     replays = {name: graphed(partial(inputs.run, layer)) for name, layer in layers.items()}
     errors = {name: _checked(shape, slabs, workspace, inputs, replay) for name, replay in replays.items()}
-    if peers:
+    if against_torch:
         replays["torch_ms"] = graphed(torch_pipeline(slabs, inputs, shape))
-    if tokens in SKEWED and peers:
+    if tokens in SKEWED and against_torch:
         skewed = Inputs.random(shape, tokens, zipf=1.0)
         replays["zipf_ms"] = graphed(partial(skewed.run, layers["ms"]))
         errors["zipf_ms"] = _checked(shape, slabs, workspace, skewed, replays["zipf_ms"], zipf=1.0)
@@ -136,7 +136,7 @@ def run(models: Sequence[str], sizes: Sequence[int]) -> list[Row]:
     slabs = random_slabs(OFF_TABLE)
     name = "outside the tables: E 60, K 4, F 1408, D 2048"
     for tokens in OFF_TOKENS:
-        rows.append(layer_row(name, OFF_TABLE, slabs, tokens, peers=False))
+        rows.append(layer_row(name, OFF_TABLE, slabs, tokens, against_torch=False))
         print(_line(rows[-1]), flush=True)
     return rows
 

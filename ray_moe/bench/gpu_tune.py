@@ -42,7 +42,9 @@ def candidates(rows: float, tokens: int, ffn: int) -> list[Tiling]:
     if tokens <= 16:
         parts = (2, 4) if ffn > 4096 else (1, 2)
         decode = [DecodeTile(8 if tokens <= 8 else 16, part) for part in parts]
-        return [*decode, GroupedTiles(skinny, skinny), GroupedTiles(skinny64, skinny64), GroupedTiles(skinny, skinny64)]
+        deep, wide = Tile(16, 64, 256, 4, 3, 1, swapped=True), Tile(16, 128, 128, 4, 4, 1, swapped=True)
+        return [*decode, GroupedTiles(skinny, skinny), GroupedTiles(skinny64, skinny64), GroupedTiles(deep, skinny),
+                GroupedTiles(deep, deep), GroupedTiles(wide, skinny)]  # fmt: skip
     if rows <= 10:
         deep = Tile(16, 128, 256, 4, 2, 1, swapped=True)
         return [GroupedTiles(skinny, skinny), GroupedTiles(deep, skinny), GroupedTiles(deep, deep),
@@ -53,8 +55,7 @@ def candidates(rows: float, tokens: int, ffn: int) -> list[Tiling]:
         return [GroupedTiles(low, low), GroupedTiles(lower, low), GroupedTiles(wide, low), GroupedTiles(skinny, skinny)]
     tall, copied = (Tile(128, 256, 64, 8, 4, 8, short_tail=True, copied_rows=copied) for copied in (False, True))
     if rows <= 80:
-        return [GroupedTiles(tall, WarpTile(group=1)), GroupedTiles(tall, copied),
-                GroupedTiles(WarpTile(group=1), WarpTile(group=1))]  # fmt: skip
+        return [GroupedTiles(tall, WarpTile(group=1)), GroupedTiles(tall, copied)]
     found: list[Tiling] = []
     for group in (8, 16, 32):
         tail = Tile(128, 256, 64, 8, 4, group, short_tail=True)
@@ -63,7 +64,7 @@ def candidates(rows: float, tokens: int, ffn: int) -> list[Tiling]:
             GroupedTiles(tail, Tile(128, 256, 64, 8, 4, group, short_tail=True, copied_rows=True)),
         ]
     whole = Tile(128, 256, 64, 8, 4, 16)
-    return [*found, GroupedTiles(whole, WarpTile(group=16)), GroupedTiles(WarpTile(group=16), WarpTile(group=16))]
+    return [*found, GroupedTiles(whole, WarpTile(group=16))]
 
 
 def run(models: Sequence[str], sizes: Sequence[int], rounds: int = 3, budget_ms: int = 60) -> list[Row]:

@@ -1,7 +1,7 @@
 """A Ray head of one's own for `up`: it outlives the command, listens on loopback only, and asks for a token.
 
-It is started as the leader of a session of its own, so that `down` can end exactly what it started: `ray stop` would
-end every Ray on the machine.
+It is started as the leader of a session of its own and with a mark in its environment, so that `down` can end exactly
+what it started: `ray stop` would end every Ray on the machine, and a peer that joins leaves the session.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ OBJECT_STORE_BYTES = 200 * 1024**2
 # interfaces. Drivers that connect to such a head need it too, or Ray rewrites 127.0.0.1 to the machine's outer address.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
+# What the head starts inherits it, in whatever session that goes on.
+MARK = "RAY_MOE_HEAD"
+
 _POLL_S = 0.1
 _TERMINATE_S = 20.0
 _KILL_S = 10.0
@@ -49,7 +52,7 @@ def start_head(name: str, model: str, *, num_cpus: int, dashboard: bool, seconds
     deadline = Deadline(seconds)
     port, client_port, dashboard_port = free_ports(3)
     log = records.home() / f"{name}.log"
-    token_file = _token_file(name)
+    token_file, mark = _token_file(name), secrets.token_hex(8)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--ray-client-server-port={client_port}", f"--num-cpus={num_cpus}"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--include-dashboard={str(dashboard).lower()}"]
@@ -57,14 +60,14 @@ def start_head(name: str, model: str, *, num_cpus: int, dashboard: bool, seconds
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=_head_environment(token_file),
+            env=_head_environment(token_file, mark),
             cwd="/",  # it must not keep somebody's folder in use, nor import what lies there
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    head = Head(process.pid, psutil.Process(process.pid).create_time(), str(log))
+    head = Head(process.pid, psutil.Process(process.pid).create_time(), str(log), mark)
     token = str(token_file) if token_file is not None else None
     record = Record(name, f"127.0.0.1:{port}", model, loopback=True, token_file=token, head=head)
     try:
@@ -81,17 +84,17 @@ def start_head(name: str, model: str, *, num_cpus: int, dashboard: bool, seconds
 
 
 def end_head(record: Record, *, keep_log: bool = False) -> None:
-    """End the head's session, to its last process, and forget the record.
+    """End the head and all that it has started, to the last process, and forget the record.
 
     Raises `RayMoEError` when processes outlive even SIGKILL; the record is then kept.
     """
     if record.head is not None:
         # `ray start --block` ends its children itself when it is asked to.
-        _signal([member for member in session_of(record.head) if member.pid == record.head.pid], signal.SIGTERM)
+        _signal([member for member in processes_of(record.head) if member.pid == record.head.pid], signal.SIGTERM)
         _wait_until_gone(record.head, Deadline(_TERMINATE_S))
-        _signal(session_of(record.head), signal.SIGKILL)
+        _signal(processes_of(record.head), signal.SIGKILL)
         _wait_until_gone(record.head, Deadline(_KILL_S))
-        if left := session_of(record.head):
+        if left := processes_of(record.head):
             raise RayMoEError(f"Ray processes {sorted(process.pid for process in left)} do not end")
         if record.token_file is not None:
             Path(record.token_file).unlink(missing_ok=True)
@@ -100,11 +103,13 @@ def end_head(record: Record, *, keep_log: bool = False) -> None:
     records.remove(record.name)
 
 
-def session_of(head: Head) -> list[psutil.Process]:
-    """The living processes of the head's session. Linux reuses no pid while a session bears it."""
-    if _is_another(head):
-        return []
-    return [process for process in psutil.process_iter() if _is_member(process, head.pid)]
+def processes_of(head: Head) -> list[psutil.Process]:
+    """The living processes of the head's session, and those that bear its mark.
+
+    Linux reuses no pid while a session bears it.
+    """
+    session = None if _is_another(head) else head.pid
+    return [process for process in psutil.process_iter() if _is_member(process, session, head.mark)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -147,9 +152,9 @@ def _token_file(name: str) -> Path | None:
     return path
 
 
-def _head_environment(token_file: Path | None) -> Mapping[str, str]:
+def _head_environment(token_file: Path | None, mark: str) -> Mapping[str, str]:
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    environment |= LOOPBACK_ONLY | USUAL_PRIORITY
+    environment |= LOOPBACK_ONLY | USUAL_PRIORITY | {MARK: mark}
     # On SIGTERM Ray would wait up to this long for actors to leave; `down` has stopped ours by then.
     environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     if token_file is not None:
@@ -175,10 +180,12 @@ def _is_another(head: Head) -> bool:
         return False
 
 
-def _is_member(process: psutil.Process, session: int) -> bool:
+def _is_member(process: psutil.Process, session: int | None, mark: str) -> bool:
     try:
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+        if os.getsid(process.pid) != session and not (mark and process.environ().get(MARK) == mark):
+            return False
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except (ProcessLookupError, PermissionError, psutil.Error):  # it has ended, or is not ours
         return False
 
 
@@ -191,7 +198,7 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def _wait_until_gone(head: Head, deadline: Deadline) -> None:
-    while session_of(head) and not deadline.passed:
+    while processes_of(head) and not deadline.passed:
         pause(_POLL_S)
 
 

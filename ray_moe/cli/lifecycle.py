@@ -188,8 +188,7 @@ def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tu
     if http:
         # Before minutes of loading.
         serve_app().check_address(config.host, port)
-        if Path(config.model).is_dir():
-            serve_app().check_tokenizer(Path(config.model), config.trust_remote_code)
+        serve_app().check_tokenizer(Path(config.model), config.trust_remote_code)
     out.say(f"starting {config.peers} peers")
     with out.loading() as draw:
         cluster = clusters.start(config, on_progress=draw)

@@ -33,7 +33,12 @@ Model = Annotated[
 Revision = Annotated[str | None, typer.Option("--revision", help="Revision of a hub model.")]
 Peers = Annotated[int | None, typer.Option("--peers", metavar="N", help="Expert actors (default: 4).")]
 SpareSlots = Annotated[
-    int | None, typer.Option("--spare-slots", metavar="N", help="Free slots per peer and layer (default: 0).")
+    str | None,
+    typer.Option(
+        "--spare-slots",
+        metavar="N|auto",
+        help="Free slots per peer and layer (default: 0); auto: as many as fit.",
+    ),
 ]
 Replicas = Annotated[
     str | None,
@@ -69,6 +74,9 @@ def cluster_config(file: Path | None, settings: list[str] | None = None, **optio
     from ray_moe.config import ClusterConfig, load_config
 
     given = parse_settings(settings or ()) | {key: value for key, value in options.items() if value is not None}
+    spare = str(given.get("spare_slots"))
+    if spare.isdecimal():  # as an option it is text, since it may be "auto"
+        given["spare_slots"] = int(spare)
     if file is None and "model" not in given:
         raise ConfigError("model: required, but not given (--model, or a --config file that names it)")
     config = load_config(file, given) if file is not None else ClusterConfig.parse(given)

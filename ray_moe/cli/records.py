@@ -22,11 +22,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 @dataclass(frozen=True)
 class Head:
     """A Ray head that `up` started: the leader of a session of its own. `created` (Unix seconds) tells a later process
-    with the same pid apart."""
+    with the same pid apart; `mark` is in the environment of all that it starts."""
 
     pid: int
     created: float
     log: str
+    mark: str = ""
 
 
 @dataclass(frozen=True)

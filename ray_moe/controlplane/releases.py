@@ -244,8 +244,10 @@ class ReleaseRegistry(ResidentReleases):
         """Its slots are free. Reason not_retired, and those of the steps before."""
         record = self._leave(release_id, "complete", note)
         self._release(release_id).freed = ()
-        gone = [name for name, one in self._releases.items() if one.stage is Stage.COMPLETE]
-        for name in gone[:-GONE_REMEMBERED]:
+        gone = [name for name, one in self._releases.items() if one.stage is Stage.COMPLETE and name != release_id]
+        for name in gone[
+            : 1 - GONE_REMEMBERED
+        ]:  # never this one, however long ago it was built: who asked looks for it
             del self._releases[name]
         return record
 

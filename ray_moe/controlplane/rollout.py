@@ -265,8 +265,8 @@ def _moved(rollout: Rollout, seen: Seen, now: float) -> Rollout:
 
 
 def _left(rollout: Rollout, seen: Seen, status: ReleaseStatus | None, now: float) -> Rollout:
-    if status is None:
-        return rollout.take("failed", now)
+    if status is None:  # whatever has had roles is known until it has left
+        return rollout if rollout.roles is not None else rollout.take("failed", now)
     if _is_complete(rollout.release_id, seen):
         return rollout.take("rolled_back" if status.generations else "failed", now)
     prior = seen.releases.get(rollout.prior)
@@ -389,4 +389,4 @@ def _fault(rollout: Rollout, seen: Seen) -> str:
 
 def _is_complete(release_id: str, seen: Seen) -> bool:
     status = seen.releases.get(release_id)
-    return status is None or status.stage is LeavingStage.COMPLETE
+    return status is not None and status.stage is LeavingStage.COMPLETE

@@ -100,7 +100,7 @@ class GpuBlockSparse(BlockSparse):
 
 
 class GpuMaskedDecode(MaskedDecode):
-    """The products of valid rows where they lie in the buffer; what no route owns is neither read nor written."""
+    """The products of valid rows where they lie in the buffer; what no route owns is neither used nor written."""
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(capacity)
@@ -158,7 +158,7 @@ class _Products:
         bias = weights.down_bias
         if isinstance(tiles.down, WarpTile):
             acts = warp_gemm.rows_descriptor(acts_RF)
-            warp_gemm.down_product(acts_RF, acts, row_tiles, slots_S, down, bias, None, tiles.down, out_RD)
+            warp_gemm.down_product(acts, row_tiles, slots_S, down, bias, None, tiles.down, out_RD)
         else:
             grouped_gemm.down_product(acts_RF, row_tiles, slots_S, down, bias, None, tiles.down, out_RD)
         return out_RD

@@ -142,12 +142,13 @@ class ExpertLayer:
         """Gate-weighted sum of the routed experts for each token, [T, D], same dtype as `hidden_TD`.
 
         `shared` is called at most once, while routed rows are in flight, by a strategy that has a place for it. Raises
-        `RoutesError` for hidden rows that do not fit the routes and for ids outside [0, E), `HandleError` when an audit
+        `RoutesError` for hidden rows that do not fit the routes and, but on one device alone and unaudited, for ids
+        outside [0, E), `HandleError` when an audit
         finds a mistake, `CollectiveError` when the epoch breaks; `CountMismatchError` on every peer when they disagree,
         and on the others when one of them could not plan. When it raises, its handles are abandoned, not left in
         flight.
         """
-        if self.local is not None and not invocation.audit and self.local.takes(hidden_TD):
+        if self.local is not None and not invocation.audit and self.local.takes(hidden_TD, routes):
             return self._run_local(self.local, hidden_TD, routes, invocation)
         sealed = routes.seal() if invocation.audit else None
         eager = self._eager_path(invocation.unit)
@@ -163,24 +164,33 @@ class ExpertLayer:
             self.counters.choices[f"{invocation.unit}: {name}"] += 1
             eager = replace(chosen, strategy=eager.strategy)
 
+        begun = False
+
         def run(path: Path, hidden_TD: Tensor) -> Tensor:
+            nonlocal begun
+            begun = True
             rows = [hidden_TD] if len(batches) == 1 else hidden_TD.split([batch.num_tokens for batch in batches])
             return self._run(path, rows, plans, layouts, invocation, sealed, shared)
 
         decision = self._admit(invocation, layouts, routes.top_k)
         if self.captured is not None and isinstance(decision, Replay):
-            out_TD = self.captured.replay(decision, number, hidden_TD, routes, layouts[0], run)
+            try:
+                out_TD = self.captured.replay(decision, number, hidden_TD, routes, layouts[0], run)
+            except BaseException:
+                if not begun:
+                    self._stop_alone()
+                raise
         elif self.adaptive is not None:
             started = perf_counter()
             out_TD = run(eager, hidden_TD)
             self.adaptive.measured(perf_counter() - started)
         else:
             out_TD = run(eager, hidden_TD)
-        if self.route_counts is not None and not invocation.shadow:
-            self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
         if sealed is not None:
             routes.verify(sealed)
             self.counters.audited += 1
+        if self.route_counts is not None and not invocation.shadow:
+            self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
         return out_TD
 
     def _eager_path(self, unit: Phase) -> Path:
@@ -245,16 +255,21 @@ class ExpertLayer:
         shared: SharedExpert | None,
     ) -> Tensor:
         coordinates = (invocation.step, invocation.unit, self.slots.layer)
-        handles = path.bind(self.header, coordinates, plans, layouts, self.slots.my_peer, sealed)
+        handles: list[DispatchHandle] = []
+        moving = True
         try:
+            handles = path.bind(self.header, coordinates, plans, layouts, self.slots.my_peer, sealed)
             meter = Meter(path.transport, handles[0].handle_id)
             out_TD = path.run(hidden, handles, self.weights, shared)
+            moving = False
             if invocation.audit:
                 measured = meter.read()
                 fan_out = audit(handles, plans, self.slots, path.transport)
                 account = self._account(invocation, layouts, path) if self.captured is not None else None
                 self._enter(take(path, handles, layouts, self.slots, self.weights, fan_out, account, measured))
         except BaseException:
+            if moving:
+                self._stop_alone()
             for handle in handles:
                 handle.abandon()
             raise
@@ -263,6 +278,11 @@ class ExpertLayer:
             self._count(handle)
         self.counters.invocations += 1
         return out_TD
+
+    def _stop_alone(self) -> None:
+        """The others send and wait for rows that were agreed: what this peer does next must not meet them by chance."""
+        if self.slots.num_peers > 1:
+            self.path.transport.close()
 
     def _account(self, invocation: Invocation, layouts: Sequence[Layout], path: Path) -> UnitAccount:
         assert self.captured is not None

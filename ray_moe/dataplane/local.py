@@ -15,6 +15,7 @@ from torch import Tensor
 from ray_moe.dataplane.handle import HandleABI
 from ray_moe.dataplane.layer_weights import LayerWeights
 from ray_moe.dataplane.plan import SlotMap
+from ray_moe.errors import ConfigError
 from ray_moe.routes import Routes
 
 if TYPE_CHECKING:
@@ -36,8 +37,17 @@ class Workspaces:
         """The layer on this device alone; None where that is not possible, and units go by the path of handles.
 
         It takes one peer, a CUDA device with triton, half-precision rows as they are, gates at the origin, and an
-        activation that kernels have.
+        activation that kernels have. Raises `ConfigError` where `batch_invariant` was asked for and is not possible.
         """
+        made = self._layer(slots, weights, top_k, abi)
+        if made is None and self.batch_invariant:
+            raise ConfigError(
+                f"batch_invariant: the kernels cannot take layer {slots.layer}, {weights.down.dtype} on "
+                f"{weights.down.device.type} with D {weights.down.shape[1]} and F {weights.down.shape[2]}"
+            )
+        return made
+
+    def _layer(self, slots: SlotMap, weights: LayerWeights, top_k: int, abi: HandleABI) -> LocalLayer | None:
         down = weights.down
         plain = (abi.payload_format, abi.gate_location) == ("native", "origin") and abi.payload == down.dtype
         if slots.num_peers > 1 or not down.is_cuda or weights.form is None or not plain:
@@ -55,10 +65,13 @@ class Workspaces:
         if misfit(shape, down.dtype) is not None:
             return None
         key = (shape, down.dtype)
-        if key not in self._by_shape:
+        new = key not in self._by_shape
+        if new:
             self._by_shape[key] = Workspace(shape, self.max_tokens, down.dtype, down.device)
         slabs = Slabs(weights.gate_up, down, weights.gate_up_bias, weights.down_bias, weights.form)
         fused = FusedLayer(slabs, self._by_shape[key], batch_invariant=self.batch_invariant)
+        if new:
+            fused.compile()  # now, and not in the middle of a step
         return LocalLayer(fused, slot_table(slots))
 
 
@@ -79,12 +92,13 @@ class LocalLayer:
     fused: FusedLayer
     slots_E: Tensor
 
-    def takes(self, hidden_TD: Tensor) -> bool:
+    def takes(self, hidden_TD: Tensor, routes: Routes) -> bool:
         """Whether the unit fits the buffers."""
-        return hidden_TD.shape[0] <= self.fused.workspace.max_tokens
+        workspace = self.fused.workspace
+        return hidden_TD.shape[0] <= workspace.max_tokens and routes.top_k == workspace.shape.top_k
 
     def run(self, hidden_TD: Tensor, routes: Routes) -> Tensor:
-        """Weighted sums [T, D]. A route of no expert adds nothing here: only an audit, on the host, refuses it."""
+        """Weighted sums [T, D]. That ids are in [0, E) is the router's promise here: an audit checks it on the host."""
         out_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format)
         ids_TK, gates_TK = routes.topk_ids.contiguous(), routes.topk_weights.contiguous()
         self.fused(hidden_TD.contiguous(), ids_TK, gates_TK, self.slots_E, out_TD)

@@ -174,11 +174,12 @@ def build_view(
             pool_slots=slots.pool_slots,
             activation=trunk.activation(placement.layer),
             generation=snapshot.generation,
-            form=trunk.activation_form(placement.layer),
+            form=trunk.activation_form(placement.layer) if pool.device.type == "cuda" else None,
         )
         path = backend.path(weights)
         if path.runner.fallback is not None:
             counters[placement.layer].torch_runners[path.runner.fallback] += 1
+        local = backend.local(header, slots, weights, trunk.top_k)
         layers[placement.layer] = ExpertLayer(
             header=header,
             slots=slots,
@@ -189,7 +190,7 @@ def build_view(
             captured=_captured(backend, header, slots, trunk, weights),
             route_counts=route_counts,
             adaptive=backend.adaptive_paths(weights),
-            local=backend.local(header, slots, weights, trunk.top_k),
+            local=local,
         )
     return GenerationView(
         lease=lease, header=header, layers=layers, policy=policy, transport=backend.transport, trunk=trunk

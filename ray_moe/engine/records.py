@@ -111,7 +111,8 @@ class EngineStatus:
 
     Bytes are those that the groups counted. Decode units were replayed, or fell back for the reasons given.
     `peak_live_bytes` is the most that one layer's invocation held. `fan_out` sums the tokens of audited invocations,
-    and the ranks and nodes that they reached.
+    and the ranks and nodes that they reached. `local` layer invocations ran on one device alone; `torch_runners` says
+    why a CUDA device's experts are computed by torch.
     """
 
     rank: int
@@ -140,6 +141,8 @@ class EngineStatus:
     replays: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     choices: dict[str, int] = field(default_factory=dict)
+    local: int = 0
+    torch_runners: dict[str, int] = field(default_factory=dict)
     peak_live_bytes: int = 0
     fan_out: dict[str, int] = field(default_factory=dict)
     resident_slots: dict[int, int] = field(default_factory=dict)

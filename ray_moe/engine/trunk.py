@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Trunk:
     config: PretrainedConfig
     experts: Mapping[int, nn.Module]
     top_k: int
+    _forms: dict[int, SwiGLU | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def bind(self, make_binding: Callable[[int, nn.Module], Binding]) -> None:
         """Binds what `make_binding(layer, module)` returns to every MoE layer, in place of any earlier binding."""
@@ -73,7 +74,9 @@ class Trunk:
 
     def activation_form(self, layer: int) -> SwiGLU | None:
         """The same activation in numbers, for kernels; None where it has no such form. ConfigError as `activation`."""
-        return activation_form(self._experts_of(layer))
+        if layer not in self._forms:  # it is a property of the model: generations come and go
+            self._forms[layer] = activation_form(self._experts_of(layer))
+        return self._forms[layer]
 
     def _experts_of(self, layer: int) -> nn.Module:
         if layer not in self.experts:
@@ -91,6 +94,11 @@ class Trunk:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that the trunk holds."""
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def vocab_size(self) -> int:

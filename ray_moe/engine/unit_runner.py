@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class UnitRunner:
         self._audit_every = round(1 / audit_rate) if audit_rate > 0 else 0
         self._view: GenerationView | None = None
         self._invocation = Invocation(0, "decode")
+        self._counted: set[int] | None = None  # layers that counted the routes of a unit that may have to run again
         self._empty_TD = torch.zeros(0, trunk.hidden_size, dtype=trunk.dtype, device=trunk.device)
         self._shared = shared
         self.bind(trunk, shared)
@@ -101,9 +102,10 @@ class UnitRunner:
     def run(self, plan: StepPlan, agreed: Agreement, turn: Turn) -> list[Ran]:
         """The agreed units in order, as `turn` says; without rows of our own we join each layer with zero tokens.
 
-        What a canary cannot run is its fault, and runs under the view that serves instead, as the rest of the step. All
-        peers find that together or not at all: a layer refuses on all of them, and when one alone has stopped in the
-        middle of an exchange, the others' next one does not fit, and breaks the epoch.
+        What a canary of the same checkpoint cannot run is its fault, and runs under the view that serves instead, like
+        the rest of the step. All peers find that together, or the epoch breaks: a layer refuses on all of them before
+        rows move, and where one alone stops while they move it drops the epoch. Requests of another checkpoint can run
+        under no other view: what such a canary cannot run is an error of the loop.
         """
         audit = self._audit_every > 0 and agreed.step % self._audit_every == 0
         for view in (turn.view, turn.shadow):
@@ -117,12 +119,14 @@ class UnitRunner:
             shadowed = self._shadow(turn.shadow, agreed.step, kind, batch) if turn.shadow is not None else None
             logits_BV, done, invocation = None, False, Invocation(agreed.step, kind, audit=audit)
             if turn.instead is not None and view is turn.view:
+                self._counted = set()
                 logits_BV, done = self._try(view, invocation, batch)
                 if not done:
                     view = turn.instead
                     view.policy.observe(agreed.rows_P)
             if not done:
                 logits_BV = self._outputs(view, invocation, batch)
+            self._counted = None
             if not ran or ran[-1].view is not view:
                 ran.append(Ran(view))
             if logits_BV is None or batch is None or unit is None:
@@ -176,7 +180,9 @@ class UnitRunner:
 
         def run(hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
             assert self._view is not None  # the trunk runs inside `run` only
-            invocation = self._invocation
+            invocation, counted = self._invocation, self._counted
+            if counted is not None and layer in counted:
+                invocation = replace(invocation, shadow=True)  # a route is one demand, however often it is tried
             routes = Routes(
                 topk_ids_TK,
                 topk_weights_TK,
@@ -184,10 +190,13 @@ class UnitRunner:
                 origin_partition=f"rank-{self._rank}",
             )
             if shared is None:
-                return self._view.layers[layer].forward(hidden_TD, routes, invocation)
-            shared.begin(hidden_TD)
-            out_TD = self._view.layers[layer].forward(hidden_TD, routes, invocation, shared.run)
-            shared.end()
+                out_TD = self._view.layers[layer].forward(hidden_TD, routes, invocation)
+            else:
+                shared.begin(hidden_TD)
+                out_TD = self._view.layers[layer].forward(hidden_TD, routes, invocation, shared.run)
+                shared.end()
+            if counted is not None:
+                counted.add(layer)
             return out_TD
 
         return run

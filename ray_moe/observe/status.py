@@ -53,6 +53,10 @@ def _headline(status: Mapping[str, Any]) -> Text:
     phases = {"prefill and decode": prefill} if prefill == decode else {"prefill": prefill, "decode": decode}
     for phase, backend in phases.items():
         line.append(f"\n{phase}: {backend}", "dim")
+    if alone := sum(peer["local"] for peer in status["peers"]):
+        line.append(f"\n{alone:,} layer invocations on one device alone", "dim")
+    for reason in sorted({reason for peer in status["peers"] for reason in peer["torch_runners"]}):
+        line.append(f"\nexperts are computed by torch, not by kernels: {reason}", "yellow")
     return line
 
 

@@ -19,6 +19,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.cluster import connect
 from ray_moe.deadline import Deadline, pause
 from ray_moe.errors import ConfigError, NotServingError
@@ -43,7 +44,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     door = ClusterDoor(parsed.cluster, parsed.model_name)
 
     def api() -> FastAPI:
-        return openai_api(Backends(door))
+        made = openai_api(Backends(door))
+        keep_what_is_loaded()  # in the replica's process, between whose tokens no full collection may fall
+        return made
 
     deployment = serve.deployment(
         name="OpenAI",
@@ -92,7 +95,12 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_tokenizer(model: Path, trust_remote_code: bool) -> None:
-    """`ConfigError` for a model without a tokenizer: every answer holds text."""
+    """`ConfigError` for a model without a tokenizer: every answer holds text.
+
+    Of a model whose folder is on other machines nothing is known here.
+    """
+    if not model.is_dir():
+        return
     try:
         load_tokenizer(model, trust_remote_code=trust_remote_code)
     except ConfigError as error:

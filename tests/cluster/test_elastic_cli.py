@@ -211,14 +211,18 @@ def test_a_release_is_built_shown_not_promoted_too_early_and_rolled_back_with_it
     built = shell.answer("release", "build", "--set", "runner=block_sparse", "--why", "is it faster?")
     name = built["release_id"]
     assert (built["prior"], built["why"], built["auto"], built["phase"]) == (serving, "is it faster?", False, "waiting")
+    deadline = time.monotonic() + WITHIN_S
+    while (phase := shell.answer("release", "status")["rollouts"][-1]["phase"]) != "shadow":  # and so it stays, idle
+        assert phase in ("waiting", "verifying")
+        assert time.monotonic() < deadline
 
     code, stdout, stderr = shell.run("release", "promote", "--json")
     refused = json.loads(stdout)["error"]
     assert (code, refused["type"], stderr.count("\n")) == (1, "ReleaseError", 1)
     assert refused["message"].startswith("not_promoted: ") and f"release {name} is " in refused["message"]
 
-    gone = shell.answer("release", "rollback", name, "--why", "not today")
-    assert (gone["release_id"], gone["phase"]) in [(name, "rolled_back"), (name, "failed")]
+    gone = shell.answer("release", "rollback", name, "--why", "not today", "--wait", "120")
+    assert (gone["release_id"], gone["phase"]) == (name, "rolled_back")
     assert gone["reason"].endswith("not today")
     told = shell.answer("release", "status")
     assert [one["release_id"] for one in told["releases"] if one["dispatching"]] == [serving]

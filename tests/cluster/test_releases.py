@@ -6,27 +6,30 @@ import asyncio
 import dataclasses
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 from safetensors.torch import load_file, save_file
 
 from ray_moe import cluster as clusters
 from ray_moe.actors.bringup import release_bundle
+from ray_moe.actors.routing import Registered
 from ray_moe.cluster import Cluster
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.operations import Stage
 from ray_moe.controlplane.release_states import Note
-from ray_moe.controlplane.rollout import Phase, Rollout
+from ray_moe.controlplane.rollout import Phase, Rollout, Step
+from ray_moe.deadline import ray_get
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, ReleaseError
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client
-from tests.cluster.faults import actor_of, kill
+from tests.cluster.faults import actor_of, inside, kill, let_go, pid_of, until
 from tests.e2e.oracle import Reference
 
 pytestmark = pytest.mark.cluster
@@ -233,13 +236,23 @@ def test_another_checkpoint_is_rolled_out_back_and_out_again_and_no_answer_mixes
 
 
 @pytest.mark.full
-def test_a_rollout_goes_on_when_the_controller_is_killed_in_each_phase(cluster: Cluster) -> None:
+@pytest.mark.parametrize("roles", [("controller",), ("routing",), ("controller", "routing")], ids="+".join)
+def test_a_rollout_goes_on_when_the_control_plane_is_killed_in_each_phase(
+    cluster: Cluster, roles: tuple[str, ...]
+) -> None:
     load, before = Load(cluster), asyncio.run(Client(cluster.directory()).generate(PROMPT, GREEDY)).token_ids
     serving = cluster.status()
     other = "grouped" if serving.runner == "capacity_padded" else "capacity_padded"
 
     async def killed() -> None:
-        await asyncio.to_thread(lambda: kill(actor_of(cluster, "controller")))
+        await asyncio.to_thread(killed_and_back, cluster, roles)
+
+    async def held(*names: str) -> None:
+        await asyncio.to_thread(inside, actor_of(cluster, "controller"), hold_steps, names)
+
+    async def let_go_of_steps() -> None:
+        if "controller" not in roles:  # with its process it has gone
+            await asyncio.to_thread(let_go, actor_of(cluster, "controller"), "_rollouts._do")
 
     async def rollout() -> None:
         await built(cluster, settings={"runner": other})
@@ -253,15 +266,56 @@ def test_a_rollout_goes_on_when_the_controller_is_killed_in_each_phase(cluster: 
         await killed()
         await reached(cluster, Phase.DONE)
         await load.answers()
+        await held("forget")
         await built(cluster, settings={"runner": serving.runner}, auto=True)
+        await reached(cluster, Phase.RETIRING)
+        await killed()
+        await let_go_of_steps()
+        await reached(cluster, Phase.DONE)
+        await load.answers()
+        await held("forget", "finalise")
+        await built(cluster, settings={"runner": other}, auto=True)
         await reached(cluster, Phase.ACTIVE)
         await asyncio.to_thread(lambda: cluster.release_rollback(why="a drill"))
+        await reached(cluster, Phase.LEAVING)
         await killed()
+        await let_go_of_steps()
         await reached(cluster, Phase.ROLLED_BACK)
         await load.answers()
 
     asyncio.run(load.during(rollout))
     assert set(load.seen) == {before}
     status = cluster.status()
-    assert (status.runner, status.state) == (other, "serving")
+    assert (status.runner, status.state) == (serving.runner, "serving")
     assert [one.dispatching for one in cluster.releases().releases].count(True) == 1
+    assert len([one for one in status.generations if one.state != "RETIRED"]) == 1
+
+
+def killed_and_back(cluster: Cluster, roles: Sequence[str]) -> None:
+    """kill -9 of these actors at once; returns when Ray has started them again and the registry knows what it knew."""
+    before = {role: pid_of(actor_of(cluster, role)) for role in roles}
+    kill(*(actor_of(cluster, role) for role in roles))
+
+    def back() -> bool:
+        try:
+            others = all(pid_of(actor_of(cluster, role)) != pid for role, pid in before.items())
+            known: Registered = ray_get(actor_of(cluster, "routing").registered.remote(), WAIT_S, "the registry")
+        except RayActorError:
+            return False
+        return others and not known.recovering
+
+    until(back, WAIT_S)
+
+
+def hold_steps(controller: Any, names: Sequence[str]) -> None:
+    """Steps of rollouts by these names wait inside the controller until its `_rollouts._do` is let go."""
+    rollouts = controller._rollouts
+    work, gate = rollouts._do, asyncio.Event()
+
+    async def held(step: Step) -> None:
+        if getattr(step, "event", type(step).__name__.lower()) in names:
+            await gate.wait()
+        await work(step)
+
+    held.gate = gate  # type: ignore[attr-defined]
+    rollouts._do = held

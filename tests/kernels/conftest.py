@@ -24,5 +24,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where kernel tests without the `gpu` mark put their tensors."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The CPU: tests without the `gpu` mark bound their errors by the interpreter's exact fp32, not a GPU's TF32."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are interpreted only where no GPU is")
+    return torch.device("cpu")

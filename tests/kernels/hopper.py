@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ from ray_moe.kernels import fp8_warp  # noqa: E402
 from ray_moe.kernels.activation import SwiGLU  # noqa: E402
 from ray_moe.kernels.block_sparse import BlockIndices, dsd, sdd_swiglu  # noqa: E402
 from ray_moe.kernels.fp8_gemm import Fp8Slab, Fp8Tile, fp8_down, fp8_gate_up  # noqa: E402
+from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace  # noqa: E402
 from ray_moe.kernels.permute import pad, permute, unpad, unpermute  # noqa: E402
 from ray_moe.kernels.quantize import dequantize_rows, quantize_rows, quantize_weights  # noqa: E402
 from ray_moe.kernels.routing import RowTiles  # noqa: E402
+from ray_moe.kernels.tiling import LayerShape  # noqa: E402
 
 FP8, BF16, FP32, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32
 GPT_OSS = SwiGLU(limit=7.0, alpha=1.702, up_shift=1.0)
@@ -113,6 +116,19 @@ def _fp8_warp(hidden: int, ffn: int, bias: bool = False, activation: SwiGLU | No
     )  # fmt: skip
 
 
+def _layer(shape: LayerShape, tokens: int, bias: bool = False, activation: SwiGLU | None = None) -> None:
+    """The whole routed layer, by whatever tiles so many tokens take."""
+    experts, hidden, ffn = shape.num_experts, shape.hidden, shape.ffn
+    biases = (tensor(experts, 2 * ffn), tensor(experts, hidden)) if bias else (None, None)
+    slabs = Slabs(tensor(experts, 2 * ffn, hidden), tensor(experts, hidden, ffn), *biases, activation or SwiGLU())
+    layer = FusedLayer(slabs, Workspace(shape, tokens, BF16, torch.device("meta")))
+    rows, gates = tensor(tokens, hidden), tensor(tokens, shape.top_k, dtype=FP32)
+    layer(rows, torch.empty(tokens, shape.top_k, dtype=torch.int64, device="meta"), gates, indices(experts), rows)
+
+
+QWEN, MIXTRAL = LayerShape(128, 8, 2048, 768), LayerShape(8, 2, 4096, 14336)
+OSS = LayerShape(32, 4, 2944, 2944)
+
 # What every run of the tests compiles, and what `full` adds: other shapes, biases and clamps.
 LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
     "tuned": {
@@ -121,6 +137,7 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
         "block_sparse": lambda: _block_sparse(2048, 768, 128, 128),
         "fp8_gemm": lambda: _fp8(2048, 768, 128, Fp8Tile(short_tail=False)),
         "fp8_warp": lambda: _fp8_warp(2048, 768),
+        **{f"layer of {tokens}": partial(_layer, QWEN, tokens) for tokens in (1, 8, 16, 64, 256, 4096)},
     },
     "more": {
         "block_sparse mixtral": lambda: _block_sparse(4096, 14336, 128, 128),
@@ -130,6 +147,8 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
         "fp8_gemm few rows": lambda: _fp8(2048, 1408, 64, Fp8Tile(warps=4, stages=2, short_tail=False)),
         "fp8_warp mixtral": lambda: _fp8_warp(4096, 14336),
         "fp8_warp bias": lambda: _fp8_warp(2944, 2944, True, GPT_OSS),
+        **{f"mixtral of {tokens}": partial(_layer, MIXTRAL, tokens) for tokens in (1, 8, 16, 64, 256, 1024, 4096)},
+        **{f"gpt_oss of {tokens}": partial(_layer, OSS, tokens, True, GPT_OSS) for tokens in (1, 8, 64, 1024, 8192)},
     },
 }
 

@@ -13,6 +13,7 @@ from ray_moe.kernels.combine import combine
 from ray_moe.kernels.fused_layer import FusedLayer, Workspace
 from ray_moe.kernels.gemv_layer import GemvTile
 from ray_moe.kernels.grouped_gemm import Tile, down_descriptor, down_product, gate_up_descriptor, gate_up_swiglu
+from ray_moe.kernels.reference import weighted_combine
 from ray_moe.kernels.reference_grouped import gather_combine, grouped_down, grouped_gate_up, route_maps, routed_layer
 from ray_moe.kernels.tiling import GroupedTiles, LayerShape
 from tests.kernels.layers import ROUTINGS, relative_error, routing, slabs
@@ -59,6 +60,15 @@ def test_the_worked_example_of_combine(device: torch.device) -> None:
     assert out[0, 0].item() == 2.25
     combine(rows, torch.tensor([-1, 1], dtype=torch.int32, device=device), None, 2, out)
     assert out[0, 0].item() == 2.0
+
+
+@pytest.mark.parametrize("gates", [torch.float16, torch.float32])
+def test_gates_weigh_rows_in_the_dtype_that_both_promote_to(gates: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(9)
+    rows, weight = torch.randn(12, 16).half(), torch.rand(4, 3).to(gates)
+    out = torch.empty(4, 16, dtype=torch.float16)
+    combine(rows, torch.arange(12, dtype=torch.int32), weight, 3, out)
+    assert torch.equal(out, weighted_combine(rows, weight, 3, torch.float16))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,20 @@ def test_no_tokens_launch_nothing_and_too_many_are_refused(device: torch.device)
     hidden, ids = torch.zeros(3, SHAPE.hidden, device=device), routing("random", 3, SHAPE, device)
     with pytest.raises(ConfigError, match="at most 2 tokens here, found 3"):
         layer(hidden, ids, torch.zeros(3, 3, device=device), torch.zeros(6, dtype=torch.int32, device=device), hidden)
+
+
+def test_compiling_beforehand_leaves_a_layer_that_computes(device: torch.device) -> None:
+    torch.manual_seed(10)
+    weights, workspace = slabs(SHAPE, torch.float32, device), Workspace(SHAPE, 4, torch.float32, device)
+    FusedLayer(weights, workspace).compile()
+    assert relative_error(SHAPE, weights, routing("random", 4, SHAPE, device), workspace=workspace) < FP32
+
+
+def test_ids_of_another_shape_are_refused(device: torch.device) -> None:
+    layer = FusedLayer(slabs(SHAPE, torch.float32, device), Workspace(SHAPE, 2, torch.float32, device))
+    hidden, ids = torch.zeros(2, SHAPE.hidden, device=device), torch.zeros(2, 2, dtype=torch.int32, device=device)
+    with pytest.raises(ConfigError, match=r"ids must be \[2, 3\] for these rows and this workspace, found \[2, 2\]"):
+        layer(hidden, ids, torch.zeros(2, 2, device=device), torch.zeros(6, dtype=torch.int32, device=device), hidden)
 
 
 def test_rows_that_are_no_whole_copy_units_are_refused(device: torch.device) -> None:

@@ -32,7 +32,6 @@ EXPERTS, TOP_K, HIDDEN, FFN = 5, 2, 48, 24
 SHAPE = LayerShape(EXPERTS, TOP_K, HIDDEN, FFN)
 # Two replicas of expert 1; pool slots run against manifest order.
 HOMES = [(0, 0), (1, 0), (2, 0), (1, 0), (3, 0), (4, 0)]
-LATER = [(4, 0), (2, 0), (0, 0), (3, 0), (1, 0)]
 
 
 @pytest.fixture
@@ -82,15 +81,26 @@ def test_what_a_device_computes_alone_equals_the_path_of_handles(group: SoloGrou
     assert counters.rows_local == 2 * (0 + 1 + 9) * TOP_K
 
 
-def test_another_generation_reads_its_own_slots(group: SoloGroup, device: torch.device) -> None:
+def test_generations_of_one_pool_take_turns_and_each_reads_its_own_slots(
+    group: SoloGroup, device: torch.device
+) -> None:
     first = local_layer(group, HOMES, device, torch.float32)
-    second = local_layer(group, LATER, device, torch.float32, generation=2)
     assert first.local is not None
-    assert second.local is not None
-    assert not torch.equal(first.local.slots_E, second.local.slots_E)
+    # A slot is filled beside the serving ones, and the next generation's expert 3 is served from there.
+    spare = int(first.weights.down.shape[0]) - 1
+    for slab in (first.weights.gate_up, first.weights.down, first.weights.gate_up_bias, first.weights.down_bias):
+        assert slab is not None
+        slab[spare] = 2.0 * slab[int(first.local.slots_E[3])]
+    slots_E = first.local.slots_E.clone()
+    slots_E[3] = spare
+    later = LocalLayer(first.local.fused, slots_E)
     hidden, routes = unit(3, 7, device, torch.float32)
-    one, other = (layer.forward(hidden, routes, Invocation(0, "decode")) for layer in (first, second))
-    assert torch.equal(one, other)
+    before, after = first.local.run(hidden, routes), later.run(hidden, routes)
+    chosen_T = (routes.topk_ids == 3).any(1)
+    assert 0 < int(chosen_T.sum()) < 7
+    assert torch.equal(before[~chosen_T], after[~chosen_T])
+    assert not torch.isclose(before[chosen_T], after[chosen_T]).all(1).any()
+    assert torch.equal(first.local.run(hidden, routes), before)
 
 
 def test_units_that_do_not_fit_the_buffers_go_by_handles(group: SoloGroup, device: torch.device) -> None:
@@ -135,7 +145,8 @@ def test_a_gpu_computes_alone_what_it_computes_by_handles(group: SoloGroup) -> N
         hidden, routes = unit(tokens, tokens, device, dtype)
         alone = layer.forward(hidden, routes, Invocation(tokens, "prefill"))
         by_handles = layer.forward(hidden, routes, Invocation(tokens, "prefill", audit=True))
-        torch.testing.assert_close(alone, by_handles, rtol=2e-2, atol=2e-2)  # two roundings of bf16 apart
+        # The path of handles rounds to bf16 after each product, so single elements that cancel may differ by more.
+        assert float((alone - by_handles).float().norm()) <= 1e-2 * float(by_handles.float().norm())
     assert layer.counters.local == 4
 
 

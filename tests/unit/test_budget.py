@@ -175,6 +175,64 @@ def test_one_peer_more_is_not_available_where_it_does_not_fit(family_dir: Callab
     folder = family_dir("qwen3_moe")
     needs = model_needs(folder, dtype=torch.float32)
     config = ClusterConfig(model=str(folder), peers=2, memory_bytes=needs.trunk + 2 * needs.slot)
-    memory.require_room(config.model_copy(update={"max_decode_rows": 1, "max_prefill_tokens": 1}), folder, None)
-    with pytest.raises(NotAvailableError, match=r"one peer more needs .* expert slots .* \(4 per layer\)"):
-        memory.require_room(config, folder, 4)
+    small = config.model_copy(update={"max_decode_rows": 1, "max_prefill_tokens": 1})
+    memory.require_room(small, folder, None, who="rank 2")
+    with pytest.raises(NotAvailableError, match=r"^rank 2 needs .* expert slots .* \(4 per layer\)"):
+        memory.require_room(config, folder, 4, who="rank 2")
+
+
+def test_peers_that_come_together_must_all_fit(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = family_dir("qwen3_moe")
+    config = ClusterConfig(model=str(folder), peers=2, kv_blocks=8, memory_fraction=1.0, max_prefill_tokens=16)
+    sizes = Sizes(2, held=4, spare=0, kv_blocks=8, block_size=16, tokens=16, decode_rows=64)
+    alone = add_up(model_needs(folder, dtype=torch.float32), sizes).total
+    monkeypatch.setattr(memory, "_free_on_host", lambda: 2 * alone)
+    memory.require_room(config, folder, 4, who="rank 2", sharers=2)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: 2 * alone - 2)
+    memory.require_room(config, folder, 4, who="rank 2")
+    with pytest.raises(NotAvailableError, match=r"^rank 2 needs .* free on cpu for 2 peers"):
+        memory.require_room(config, folder, 4, who="rank 2", sharers=2)
+
+
+def test_another_checkpoint_must_fit_beside_what_a_peer_holds(family_dir: Callable[..., Path]) -> None:
+    folder = family_dir("qwen3_moe")
+    config = ClusterConfig(model=str(folder), peers=2, max_prefill_tokens=16)
+    sizes = Sizes(2, held=0, spare=0, kv_blocks=0, block_size=16, tokens=16, decode_rows=64)
+    alone = add_up(model_needs(folder, dtype=torch.float32), sizes).total
+    limited = config.model_copy(update={"memory_bytes": alone + 100})
+    memory.require_room(limited, folder, None, who="another", held=100)
+    with pytest.raises(
+        NotAvailableError, match=rf"^another needs .* \(memory_bytes {alone + 100}, of which it holds 101"
+    ):
+        memory.require_room(limited, folder, None, who="another", held=101)
+
+
+def test_what_is_free_is_the_least_that_any_control_group_around_this_process_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    monkeypatch.setattr(memory, "_CGROUPS", groups)
+    monkeypatch.setattr(memory, "_OWN_CGROUP", own)
+    machine = memory.room_on("", "cpu").free
+    assert machine > 2**20, "without groups it is the machine's"
+
+    def group(path: str, limit: str, used: int, cache: int) -> None:
+        (groups / path).mkdir(parents=True, exist_ok=True)
+        for name, text in {"max": limit, "current": str(used), "stat": f"anon 1\ninactive_file {cache}\n"}.items():
+            (groups / path / f"memory.{name}").write_text(text)
+
+    group("", "max", 0, 0)
+    group("slice", "9000", 5000, 300)
+    group("slice/app", "max", 4000, 0)
+    for line, expected in (("0::/slice/app", 4300), ("0::/slice", 4300), ("4:memory:/slice\n0::/slice/gone", 4300)):
+        own.write_text(f"{line}\n")
+        assert memory.room_on("", "cpu").free == expected
+    group("slice/app", "5000", 4000, 0)
+    own.write_text("0::/slice/app\n")
+    assert memory.room_on("", "cpu").free == 1000
+    own.write_text("0::/../../slice\n")  # of a group that is not mounted here, only the top is seen
+    assert memory.room_on("", "cpu").free > 2**20
+    group("", "100", 200, 0)
+    assert memory.room_on("", "cpu").free == 0

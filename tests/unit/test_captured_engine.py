@@ -47,8 +47,9 @@ def test_an_engine_with_executables_gives_the_eager_engines_tokens(
     eager = serve(OnePeer(folder), 12)
     peer = OnePeer(folder, strategy=strategy, buckets=ENGINE_BUCKETS)
     assert serve(peer, 12) == eager
-    # What lets kernels compute the layers where there is a GPU.
-    forms = {layer.weights.form for layer in peer.loop.view.layers.values()}
+    # What lets kernels compute the layers where there is a GPU; on a CPU nobody asks for it.
+    assert {layer.weights.form for layer in peer.loop.view.layers.values()} == {None}
+    forms = {peer.trunk.activation_form(layer) for layer in peer.loop.view.layers}
     assert forms == {SwiGLU(7.0, 1.702, 1.0) if family == "gpt_oss" else SwiGLU()}
     for counters in peer.counters.values():
         decode_units = counters.replays + counters.fallbacks.total()

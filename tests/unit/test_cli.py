@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -25,7 +25,7 @@ from ray_moe.actors.reports import ClusterStatus, SlotRow
 from ray_moe.cli import demo, records
 from ray_moe.cli.connection import locate, running_ray
 from ray_moe.cli.generate import ranks_document
-from ray_moe.cli.head import end_head, environment_of, free_ports, session_of
+from ray_moe.cli.head import MARK, end_head, environment_of, free_ports, processes_of
 from ray_moe.cli.lifecycle import status_document
 from ray_moe.cli.main import run
 from ray_moe.cli.options import cluster_config
@@ -272,7 +272,7 @@ def session(home: Path) -> Iterator[Record]:
 def test_ending_a_head_ends_its_whole_session_and_forgets_it(session: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_moe.cli.head._TERMINATE_S", 0.5)
     assert session.head is not None
-    members = session_of(session.head)
+    members = processes_of(session.head)
     assert len(members) == 2
     end_head(session)
     assert [process for process in members if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
@@ -281,13 +281,43 @@ def test_ending_a_head_ends_its_whole_session_and_forgets_it(session: Record, mo
 
 def test_a_process_that_only_inherited_the_pid_is_left_alone(session: Record) -> None:
     assert session.head is not None
-    members = session_of(session.head)
+    members = processes_of(session.head)
     end_head(Record("mine", "a:1", "m", head=Head(session.head.pid, session.head.created - 60, session.head.log)))
     assert len(members) == 2
-    assert session_of(session.head) == members
+    assert processes_of(session.head) == members
+
+
+def test_a_process_that_has_left_the_session_is_ended_by_its_mark_suspended_or_not(
+    session: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_moe.cli.head._TERMINATE_S", 0.5)
+    assert session.head is not None
+    joining, strange = (
+        subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark}, start_new_session=True)
+        for mark in ("ours", "another")
+    )
+    try:
+        joining.send_signal(signal.SIGSTOP)
+        head = replace(session.head, mark="ours")
+        assert joining.pid in {process.pid for process in processes_of(head)}
+        end_head(replace(session, head=head))
+        assert joining.wait(timeout=10) == -signal.SIGKILL
+        assert strange.poll() is None
+    finally:
+        for process in (joining, strange):
+            process.kill()
+            process.wait(timeout=10)
 
 
 # ---- settings ----
+
+
+def test_spare_slots_are_a_number_or_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, expected in (("3", 3), ("auto", "auto")):
+        assert cluster_config(None, model="tiny-moe", spare_slots=text).spare_slots == expected
+    for text in ("many", "-1"):
+        assert run(["up", "--model", "tiny-moe", f"--spare-slots={text}"]) == 2
+        assert f"found '{text}', must be \"auto\" or a whole number" in capsys.readouterr().err
 
 
 def test_any_field_of_the_configuration_can_be_set_and_options_go_before_it() -> None:

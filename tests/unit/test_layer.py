@@ -514,3 +514,41 @@ def test_no_two_invocations_of_any_layer_have_one_number() -> None:
 def test_an_invocation_outside_the_agreements_terms_is_refused(unit: Any) -> None:
     with pytest.raises(ConfigError, match=rf"unit must be one of prefill, decode, bare, found '{unit}'"):
         Invocation(0, unit)
+
+
+class Stopping(Grouped):
+    """A runner that fails where its peer slot is 0."""
+
+    def __init__(self, stops: bool) -> None:
+        self._stops = stops
+
+    def run(self, rows: ExpertRows, weights: LayerWeights) -> SegmentedRows:
+        if self._stops:
+            raise MemoryError("out of memory")
+        return super().run(rows, weights)
+
+
+def one_stops_and_goes_on(group: ExpertGroup) -> list[str]:
+    """Six rows of 32 bytes go to slot 0, which fails; its next counts are 24 numbers of 8 bytes: they would fit."""
+    first = group.peer_slot == 0
+    snapshot = placement([(0, group.spec.peers[0].value)], group.spec)
+    experts = Experts.random(1, HIDDEN, FFN)
+    layer = layer_on(snapshot, me(group), experts, AllToAllV(group), Stopping(first), policy_named("token_hash"))
+    tokens = 0 if first else 3
+    routes = Routes(torch.zeros(tokens, TOP_K, dtype=torch.int64), torch.ones(tokens, TOP_K))
+    caught = []
+    try:
+        layer.forward(torch.ones(tokens, HIDDEN), routes, Invocation(0, "bare"))
+    except (MemoryError, CollectiveError) as error:
+        caught.append(type(error).__name__)
+    if first:
+        try:
+            group.gather_counts(torch.zeros(24, dtype=torch.int64))
+        except CollectiveError as error:
+            caught.append(type(error).__name__)
+    return caught
+
+
+def test_what_a_peer_does_after_it_stopped_alone_is_never_taken_for_the_rows_that_it_owes(peers: Peers) -> None:
+    answers = peers.run(one_stops_and_goes_on, ranks=(0, 1), seconds=20)
+    assert answers == [["MemoryError", "CollectiveError"], ["CollectiveError"]]

@@ -462,3 +462,16 @@ def test_peers_on_cuda_are_refused_beyond_one_while_rows_travel_on_cpu_only() ->
     with pytest.raises(ConfigError, match="peers must be 1 on cuda, found 2"):
         ClusterConfig.parse({"model": "m", "device": "cuda", "peers": 2})
     assert ClusterConfig(model="m", device="cuda", peers=1).device == "cuda"
+
+
+def test_batch_invariance_is_refused_where_no_products_keep_one_order_of_summation() -> None:
+    one_gpu = {"model": "tiny-moe", "peers": 1, "device": "cuda", "dtype": "bfloat16", "audit_rate": 0}
+    assert ClusterConfig.parse(one_gpu | {"batch_invariant": True}, "config").batch_invariant
+    changes = {
+        "device": "cpu", "runner": "block_sparse", "dtype": "float16", "audit_rate": 0.5, "payload": "fp8_row",
+        "decode_buckets": "8x32", "gate_location": "expert", "adaptive": "all",
+    }  # fmt: skip
+    for name, value in changes.items():
+        ClusterConfig.parse(one_gpu | {name: value}, "config")
+        with pytest.raises(ConfigError, match=rf"batch_invariant needs device=cuda, .*; found {name}="):
+            ClusterConfig.parse(one_gpu | {name: value, "batch_invariant": True}, "config")

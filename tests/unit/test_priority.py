@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ray_moe import priority
-from ray_moe.priority import Means
+from ray_moe.priority import Lowered, Means
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the scheduler's interface is Linux's")
 
@@ -86,7 +89,8 @@ def test_a_process_that_begins_lowered_is_restored_when_it_says_so_and_never_twi
 def test_a_process_that_begins_lowered_has_a_session_of_its_own_that_yields_to_others_until_it_is_restored() -> None:
     if not may_undo():
         pytest.skip("this process may not leave SCHED_IDLE")
-    if not os.path.exists("/proc/self/autogroup"):
+    group = Path("/proc/self/autogroup")
+    if not group.exists() or not group.read_text():  # it is there and empty where autogroups are turned off
         pytest.skip("this kernel does not divide time among sessions")
     found = in_a_process("""
         def group():
@@ -101,6 +105,54 @@ def test_a_process_that_begins_lowered_has_a_session_of_its_own_that_yields_to_o
         print(group() == [lowered[0], *before[1:]])
     """)
     assert found.split() == ["True", "True", "19", "True", "True"]
+
+
+class Autogroup:
+    """The file in which the kernel takes a session's nice value, or answers with an error."""
+
+    def __init__(self, answer: Callable[[int], Exception | None]) -> None:
+        self._answer, self.nice = answer, 19
+
+    def write_text(self, text: str) -> None:
+        error = self._answer(int(text))
+        if error is not None:
+            raise error
+        self.nice = int(text)
+
+
+def restored_from(usual: int, group: Autogroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(priority, "_AUTOGROUP", group)
+    monkeypatch.setattr(priority, "_begun", [(Lowered(Means.NONE), usual)])
+    priority.restore_process()
+
+
+def test_a_session_that_may_not_have_its_old_nice_value_again_gets_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Autogroup(lambda nice: PermissionError() if nice < 0 else None)
+    restored_from(-5, group, monkeypatch)
+    assert group.nice == 0
+    assert not caplog.records
+
+
+def test_a_session_is_raised_although_the_kernel_is_asked_too_often_for_more_than_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = iter([BlockingIOError()] * 25)
+    group = Autogroup(lambda _: next(busy, None))
+    restored_from(0, group, monkeypatch)
+    assert group.nice == 0
+
+
+def test_a_session_that_stays_low_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Autogroup(lambda _: PermissionError())
+    with caplog.at_level(logging.WARNING):
+        restored_from(0, group, monkeypatch)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"process {os.getpid()} serves in a session at nice 19: the kernel refuses 0"
+    ]
 
 
 def test_a_thread_that_was_low_before_stays_low() -> None:

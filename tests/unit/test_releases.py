@@ -502,6 +502,13 @@ def test_what_is_shown_of_releases_that_are_gone_stays_bounded() -> None:
         registry.complete(name, NOTE)
     assert len(registry.status()) == GONE_REMEMBERED + 1
     refused("unknown_release", registry.shadow, SECOND, NOTE)
+    # The one that has served all the while was built before them all, and leaves last.
+    newest = bring(registry, snapshot_of(100, "release-100"))
+    registry.finalise(newest, report_on(newest), NOTE)
+    for event in (registry.release_graphs, registry.retire, registry.complete):
+        event(FIRST, NOTE)
+    assert status(registry, FIRST).stage is Stage.COMPLETE
+    assert len(registry.status()) == GONE_REMEMBERED + 1
 
 
 # -- The operations that a placement registry has for it

@@ -172,6 +172,16 @@ def test_a_rollback_takes_the_printed_order() -> None:
         rollout_of(phase=Phase.RETIRING).leave("too late", 5.0)
 
 
+def test_a_release_that_the_registry_does_not_know_has_not_left() -> None:
+    leaving = rollout_of(phase=Phase.CANARY, roles=RolesOrder(2, "r0", "r1", "canary", 4)).leave("ann: slow", 3.0)
+    assert advance(leaving, seen_of(roles=2), 4.0) == (leaving, ())
+    retiring = rollout_of(phase=Phase.RETIRING, roles=RolesOrder(3, "r1"))
+    alone = {"r1": status_of("r1", "ACTIVE", dispatching=True)}
+    assert advance(retiring, seen_of(roles=3, releases=alone), 4.0) == (retiring, ())
+    never_loaded = rollout_of(phase=Phase.VERIFYING).leave("ann: no", 3.0)
+    assert advance(never_loaded, seen_of(), 4.0)[0].phase is Phase.FAILED
+
+
 def test_requests_of_another_checkpoint_end_where_they_began() -> None:
     canary = rollout_of(phase=Phase.CANARY, model="/tuned", roles=RolesOrder(2, "r0", "r1", "canary", 4))
     active, _ = advance(canary, seen_of("ACTIVE", roles=2, did=ENOUGH), 2.0)

@@ -156,3 +156,4 @@ def test_a_model_of_a_configuration_alone_has_no_tokenizer_although_transformers
     with pytest.raises(ConfigError, match=r"HTTP needs one, leave it out \(--no-http\)"):
         check_tokenizer(tmp_path, trust_remote_code=False)
     check_tokenizer(tiny_moe_path(), trust_remote_code=False)
+    check_tokenizer(tmp_path / "on another machine", trust_remote_code=False)

@@ -23,6 +23,7 @@ from ray_moe.weights.checkpoint import Checkpoint
 from ray_moe.weights.shards import INDEX_NAME
 from ray_moe.weights.sources import experts_modules
 from tests.families import EOS, FAMILIES, HIDDEN, MOE_LAYERS, TOP_K, build_family, family_config
+from tests.one_peer import OnePeer
 
 FP32_TOLERANCE = 1e-5  # largest difference of a logit; logits are of size 1, and summation orders may differ
 
@@ -222,6 +223,24 @@ def test_an_activation_has_a_form_only_by_its_values(gating: Callable[[Tensor, T
     module.has_gate, module.is_concatenated, module.limit, module.alpha = True, True, 7.0, 1.702
     module._apply_gate = lambda rows: gating(*rows.chunk(2, dim=-1))
     assert activation_form(module) is None
+
+
+def test_a_form_is_looked_for_once_and_not_at_all_for_peers_without_kernels(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[torch.nn.Module] = []
+
+    def look(experts: torch.nn.Module) -> SwiGLU | None:
+        looked.append(experts)
+        return activation_form(experts)
+
+    monkeypatch.setattr("ray_moe.engine.trunk.activation_form", look)
+    peer = OnePeer(family_dir("qwen3_moe"))
+    assert looked == [], "a generation on the CPU"
+    assert {layer.weights.form for layer in peer.loop.view.layers.values()} == {None}
+    layer = peer.trunk.moe_layers[0]
+    assert peer.trunk.activation_form(layer) == peer.trunk.activation_form(layer) == SwiGLU()
+    assert looked == [peer.trunk.experts[layer]]
 
 
 def test_experts_without_a_gate_only_apply_their_activation() -> None:
