@@ -109,8 +109,9 @@ class EngineLoop:
                 ticket = self._offer(next_plan)
                 for part in self._units.run(plan, agreed, turn):
                     self._deliver(part.emissions, agreed.step, part.view)
-                for gone in hand_on(roles.views(main), self.division.now.views(self.view)):
-                    self.outlet.lease_returned(gone)
+                ended = hand_on(roles.views(main), self.division.now.views(self.view))
+                while ended:  # no name may keep the last view, and with it a checkpoint's trunk, alive
+                    self.outlet.lease_returned(ended.pop(0))
                 executed = perf_counter()
                 self.counters.steps_agreed += 1
                 self.counters.committed_step = agreed.step
