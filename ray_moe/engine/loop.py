@@ -78,8 +78,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._closed = False
-        self._stop = False
+        self._closed = self._stop = False
         self.load = self._look_at_load()
         self._pacing = Pacing()
         self._units = UnitRunner(rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate, self.counters)
