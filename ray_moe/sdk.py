@@ -80,7 +80,7 @@ class Client:
         opened = self._named[name] = OpenStream(request, time.monotonic())
         finished = False
         try:
-            await self._place(opened, None if peer is None else self._links[self._members.ranks[peer]])
+            await self._place(opened, None if peer is None else self._link_of(peer))
             while not finished:
                 item = await opened.deliveries.get()  # whatever polls refuses it when its deadline passes
                 if isinstance(item, Refusal):
@@ -89,6 +89,12 @@ class Client:
                 yield item
         finally:
             self._close(opened)
+
+    def _link_of(self, peer: int) -> Link:
+        ranks = self._members.ranks
+        if not 0 <= peer < len(ranks):
+            raise RequestError(f"peer must be in [0, {len(ranks)}), found {peer}; members are {list(ranks)}", "peer")
+        return self._links[ranks[peer]]
 
     async def generate(
         self,

@@ -369,10 +369,11 @@ def test_a_rank_that_leaves_hands_over_what_it_has_begun_and_clients_that_know_i
     reached(cluster, number, Stage.MOVING)
 
     async def streams_on_it() -> list[tuple[int, ...]]:
-        early, late = Client(old), Client(old)
+        # Each has the directory of before: a client that has heard of the change sends nothing there any more.
+        early, later, late = Client(old), Client(old), Client(old)
         begun = [asyncio.create_task(early.generate(expected.prompts[0], expected.params[0], peer=at))]
         await there(lambda: "decode" in requests_in(actor))
-        begun.append(asyncio.create_task(early.generate(LONG_PROMPT, BRIEF, peer=at)))
+        begun.append(asyncio.create_task(later.generate(LONG_PROMPT, BRIEF, peer=at)))
         await there(lambda: "prefill" in requests_in(actor))
         await asyncio.to_thread(let_go, actor, "_reception.hand_over")
         await there(lambda: not report_of(cluster, leaving).admitting)
