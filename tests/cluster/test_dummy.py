@@ -48,6 +48,7 @@ def tokens_of(cluster: Cluster, peer: int = 0) -> tuple[int, ...]:
     return asyncio.run(client.generate(PROMPT, GREEDY, peer=peer)).token_ids
 
 
+@pytest.mark.full
 def test_one_peer_two_peers_moved_experts_and_other_peers_give_the_same_tokens(local_ray: None, folder: Path) -> None:
     alone = clusters.start(ClusterConfig(name="dummy-1", model=str(folder), load_format="dummy", peers=1, kv_blocks=32))
     try:
