@@ -30,6 +30,7 @@ from ray_moe.kernels.fp8_gemm import Fp8Slab
 from ray_moe.kernels.launch import multiprocessors
 from ray_moe.kernels.quantize import fp8_scale
 from ray_moe.kernels.routing import RowTiles
+from ray_moe.kernels.warp_gemm import tile_at
 
 ROWS, BLOCK = 128, 128
 _HALF = gl.constexpr(ROWS // 2)
@@ -99,18 +100,6 @@ def _launch(
 
 
 @gluon.jit
-def _tile_at(p, num_tiles, maps, slots, TILES_N: gl.constexpr, GROUP: gl.constexpr):
-    """The p-th tile: its pool slot, first row, rows left in its segment, and number among the tiles of its columns."""
-    segment_M, row_M, end_M = maps
-    group = p // (GROUP * TILES_N)
-    height = gl.minimum(num_tiles - group * GROUP, GROUP)
-    within = p - group * GROUP * TILES_N
-    m = group * GROUP + within % height
-    row = gl.load(row_M + m)
-    return gl.load(slots + gl.load(segment_M + m)), row, gl.load(end_M + m) - row, within // height
-
-
-@gluon.jit
 def _panels_of(slot, n, N: gl.constexpr, GATED: gl.constexpr):
     """The two panels of a tile: slab rows and scale rows where they start. Gate and up, or neighbours of down.
 
@@ -140,7 +129,7 @@ def _multiply(
     i = gl.arange(0, _HALF, layout=down_rows) + HALF * _HALF
     step = 0
     for p in range(gl.program_id(0), num_tiles * TILES_N, PROGRAMS):
-        slot, row, count, n = _tile_at(p, num_tiles, maps, slots, TILES_N, GROUP)
+        slot, row, count, n = tile_at(p, num_tiles, maps, slots, TILES_N, GROUP)
         if count > HALF * _HALF:
             _, _, first, second = _panels_of(slot, n, N, ACTIVATION is not None)
             origin = row + gl.minimum(i, count - 1)
@@ -241,7 +230,7 @@ def _load(
     num_tiles = gl.load(count_1)
     step = 0
     for p in range(gl.program_id(0), num_tiles * TILES_N, PROGRAMS):
-        slot, row, count, n = _tile_at(p, num_tiles, maps, slots, TILES_N, GROUP)
+        slot, row, count, n = tile_at(p, num_tiles, maps, slots, TILES_N, GROUP)
         first, second, _, _ = _panels_of(slot, n, N, GATED)
         if source is not None:
             layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])

@@ -79,8 +79,8 @@ def down_product(
 
 
 @gluon.jit
-def _tile_at(p, num_tiles, maps, slots, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
-    """The p-th tile: its pool slot, first row, valid rows, and column block."""
+def tile_at(p, num_tiles, maps, slots, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
+    """The p-th tile: its pool slot, first row, rows left in its segment, and column block."""
     segment_M, row_M, end_M = maps
     group = p // (GROUP * BLOCKS)
     height = gl.minimum(num_tiles - group * GROUP, GROUP)
@@ -119,7 +119,7 @@ def _multiply(
     column = gl.arange(0, HB, layout=gl.SliceLayout(0, stored))
     step = 0
     for p in range(gl.program_id(0), num_tiles * BLOCKS, PROGRAMS):
-        slot, row, count, n = _tile_at(p, num_tiles, maps, slots, BLOCKS, GROUP)
+        slot, row, count, n = tile_at(p, num_tiles, maps, slots, BLOCKS, GROUP)
         if count > HALF * _HALF:
             total = gl.zeros([_HALF, BN], gl.float32, layout)
             for k in range(STEPS):
@@ -178,7 +178,7 @@ def _load(
     num_tiles = gl.load(count_1)
     step = 0
     for p in range(gl.program_id(0), num_tiles * BLOCKS, PROGRAMS):
-        slot, row, _, n = _tile_at(p, num_tiles, maps, slots, BLOCKS, GROUP)
+        slot, row, _, n = tile_at(p, num_tiles, maps, slots, BLOCKS, GROUP)
         for block in range(K // _DEPTH):
             stage = step % STAGES
             column = block * _DEPTH
