@@ -124,18 +124,6 @@ def route(ids_N: Tensor, num_experts: int, maps: RouteMaps) -> None:
     _scatter_kernel[(chunks,)](ids_N, *work, totals, *outputs, num_routes, chunks, CHUNK=_CHUNK, num_warps=4, **shape)
 
 
-def tile_segments(offsets_S1: Tensor, tiles: RowTiles) -> None:
-    """Fill `tiles` for rows that lie in segments already; `offsets_S1` int32 with the sentinel.
-
-    Example: offsets [0, 3, 3, 4] by 2 -> tiles (0, 0, 3), (0, 2, 3), (2, 3, 4).
-    """
-    segments = offsets_S1.numel() - 1
-    _tile_kernel[(segments,)](
-        offsets_S1, tiles.segment_M, tiles.row_M, tiles.end_M, tiles.count_1, S=segments, SP=_padded(segments),
-        BM=tiles.block_rows, num_warps=4,
-    )  # fmt: skip
-
-
 def _padded(num_experts: int) -> int:
     return max(32, triton.next_power_of_2(num_experts))
 
@@ -264,18 +252,3 @@ def _scatter_kernel(
         tl.store(segment_M + tile, e, mask=tile < total)
         tl.store(row_M + tile, start + (tile - tl.gather(through - tiles, e, 0)) * BM, mask=tile < total)
         tl.store(end_M + tile, start + tl.gather(counts, e, 0), mask=tile < total)
-
-
-@triton.jit
-def _tile_kernel(offsets_S1, segment_M, row_M, end_M, count_1, S: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr):
-    """One program per segment."""
-    e = tl.program_id(0)
-    s = tl.arange(0, SP)
-    starts = tl.load(offsets_S1 + s, mask=s < S, other=0)
-    ends = tl.load(offsets_S1 + s + 1, mask=s < S, other=0)
-    tiles = (ends - starts + BM - 1) // BM
-    if e == 0:
-        tl.store(count_1, tl.sum(tiles))
-    start = tl.load(offsets_S1 + e)
-    rows = tl.load(offsets_S1 + e + 1) - start
-    _write_tiles(segment_M, row_M, end_M, tl.sum(tl.where(s < e, tiles, 0)), e, start, rows, BM)

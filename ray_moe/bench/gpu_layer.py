@@ -4,7 +4,7 @@
 
 Timed is what `dataplane/layer.py` calls where one GPU has every expert (hidden rows, ids and gates in, weighted sums
 out), replayed from a CUDA graph; the L2 cache is flushed before each run. Every row's result is compared with an fp32
-oracle on routes drawn after the capture, with every buffer poisoned first. `--tune` times candidates instead.
+oracle on routes drawn after the capture, with rows and result poisoned first. `--tune` times candidates instead.
 """
 
 from __future__ import annotations
