@@ -197,6 +197,18 @@ def test_16384_tokens_equal_the_twin_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_one_expert_per_token_and_gates_of_every_dtype_on_a_gpu(top_k: int, gates: torch.dtype) -> None:
+    torch.manual_seed(11)
+    shape, device = LayerShape(128, top_k, 2048, 768), torch.device("cuda")
+    weights = slabs(shape, torch.bfloat16, device)
+    for tokens in (1, 3, 8, 16, 300):
+        error = relative_error(shape, weights, routing("random", tokens, shape, device), gates=gates)
+        assert error < (BF16 if gates is torch.float32 else 2 * BF16), tokens  # the product is rounded to 8 bits too
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_take_portable_tiles_on_a_gpu(dtype: torch.dtype) -> None:
     torch.manual_seed(6)
@@ -237,21 +249,25 @@ def test_a_captured_layer_follows_other_routes_gates_and_slots(tokens: int) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen", "mixtral"])
-def test_in_batch_invariant_mode_a_row_has_the_same_bits_in_every_batch_and_placement(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen", torch.bfloat16), ("mixtral", torch.bfloat16), ("qwen", torch.float16)]
+)
+def test_in_batch_invariant_mode_a_row_has_the_same_bits_in_every_batch_and_placement(
+    name: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(8)
     shape, device = SHAPES[name], torch.device("cuda")
-    weights = slabs(shape, torch.bfloat16, device, spare=0)
+    weights = slabs(shape, dtype, device, spare=0)
     total = 4096
-    hidden = torch.randn(total, shape.hidden, device=device).to(torch.bfloat16)
+    hidden = torch.randn(total, shape.hidden, device=device).to(dtype)
     ids, gates = routing("zipf", total, shape, device), torch.rand(total, shape.top_k, device=device)
 
     def run(chosen: torch.Tensor, slots: torch.Tensor, slab_order: torch.Tensor) -> torch.Tensor:
         moved = type(weights)(
             weights.gate_up[slab_order].contiguous(), weights.down[slab_order].contiguous(), None, None, SwiGLU()
         )
-        layer = FusedLayer(moved, Workspace(shape, total, torch.bfloat16, device), batch_invariant=True)
-        out = torch.full((len(chosen), shape.hidden), float("nan"), device=device, dtype=torch.bfloat16)
+        layer = FusedLayer(moved, Workspace(shape, total, dtype, device), batch_invariant=True)
+        out = torch.full((len(chosen), shape.hidden), float("nan"), device=device, dtype=dtype)
         layer(hidden[chosen].contiguous(), ids[chosen].contiguous(), gates[chosen].contiguous(), slots, out)
         return out
 
