@@ -9,8 +9,8 @@ and slots. Letters: T tokens, K top-k, N = T * K routes, R rows, E experts, D hi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -62,12 +62,17 @@ class Workspace:
         self.shape, self.max_tokens, self.dtype, self.device = shape, max_tokens, dtype, device
         rows = max_tokens * shape.top_k
         self.acts_RF = torch.empty(rows, shape.ffn, dtype=dtype, device=device)
-        self.rows_RD = torch.empty(rows, shape.hidden, dtype=dtype, device=device)
         self.maps = {block: RouteMaps.allocate(rows, shape.num_experts, block, device) for block in ROW_BLOCKS}
         self.decode: dict[DecodeTile, DecodeBuffers] = {}
         self.gemv: dict[GemvTile, GemvBuffers] = {}
         for tiling in small_tilings(shape) if self.hopper else ():
             self.ensure(tiling)
+
+    @cached_property
+    def rows_RD(self) -> Tensor:
+        """Results of a layer that sums them here; who gives them to others has a place of his own for them."""
+        rows = self.max_tokens * self.shape.top_k
+        return torch.empty(rows, self.shape.hidden, dtype=self.dtype, device=self.device)
 
     def ensure(self, tile: DecodeTile | GemvTile) -> None:
         """Room for a way to run few tokens; those of the tables have it."""
@@ -139,6 +144,18 @@ class FusedLayer:
             self.down(num_tokens, slots_E, tiling)
             combine(workspace.rows_RD, workspace.maps[tiling.rows].position_N, gates_TK, workspace.shape.top_k, out_TD)
 
+    def experts(self, hidden_TD: Tensor, ids_TK: Tensor, slots_E: Tensor, rows_RD: Tensor, position_N: Tensor) -> None:
+        """The experts' results of all routes, before any gate: `rows_RD` [T * K, D], expert-major, and where route n's
+        lies, `position_N` int32 [T * K], -1 where it is nobody's. The same arguments as a call's otherwise, and the
+        tiles of the batch-invariant mode."""
+        shape, workspace = self.workspace.shape, self.workspace
+        tiling = choose(hidden_TD.shape[0], shape, workspace.hopper, batch_invariant=True)
+        assert isinstance(tiling, GroupedTiles)
+        maps = replace(workspace.maps[tiling.rows], position_N=position_N)
+        route(ids_TK.view(-1), shape.num_experts, maps)
+        self.gate_up(hidden_TD, slots_E, tiling)
+        self.down(hidden_TD.shape[0], slots_E, tiling, rows_RD)
+
     def tiling_of(self, num_tokens: int) -> Tiling:
         """How so many tokens are run."""
         workspace = self.workspace
@@ -172,10 +189,11 @@ class FusedLayer:
             slabs.activation, tile, acts_RF,
         )  # fmt: skip
 
-    def down(self, num_tokens: int, slots_E: Tensor, tiling: GroupedTiles) -> None:
+    def down(self, num_tokens: int, slots_E: Tensor, tiling: GroupedTiles, rows_RD: Tensor | None = None) -> None:
         workspace, bias, tile = self.workspace, self.slabs.down_bias, tiling.down
         rows = num_tokens * workspace.shape.top_k
-        acts_RF, rows_RD = workspace.acts_RF[:rows], workspace.rows_RD[:rows]
+        acts_RF = workspace.acts_RF[:rows]
+        rows_RD = workspace.rows_RD[:rows] if rows_RD is None else rows_RD
         tiles, weights = workspace.maps[tiling.rows].tiles, self._weights("down", tile)
         if isinstance(tile, WarpTile):
             acts = self._descriptor("acts", tile, partial(warp_gemm.rows_descriptor, workspace.acts_RF))

@@ -34,6 +34,7 @@ launch.multiprocessors = lambda device: 132  # type: ignore[assignment]
 
 from ray_moe.kernels import fp8_warp  # noqa: E402
 from ray_moe.kernels.activation import SwiGLU  # noqa: E402
+from ray_moe.kernels.attention import decode_attention, write_kv  # noqa: E402
 from ray_moe.kernels.block_sparse import BlockIndices, dsd, sdd_swiglu  # noqa: E402
 from ray_moe.kernels.fp8_gemm import Fp8Slab, Fp8Tile, fp8_down, fp8_gate_up  # noqa: E402
 from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace  # noqa: E402
@@ -41,6 +42,7 @@ from ray_moe.kernels.permute import pad, permute, unpad, unpermute  # noqa: E402
 from ray_moe.kernels.quantize import dequantize_rows, quantize_rows, quantize_weights  # noqa: E402
 from ray_moe.kernels.routing import RowTiles  # noqa: E402
 from ray_moe.kernels.tiling import LayerShape  # noqa: E402
+from ray_moe.kernels.window import CELL_WORDS, Part, Regions, collect, push, wait  # noqa: E402
 
 FP8, BF16, FP32, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32
 GPT_OSS = SwiGLU(limit=7.0, alpha=1.702, up_shift=1.0)
@@ -126,6 +128,30 @@ def _layer(shape: LayerShape, tokens: int, bias: bool = False, activation: SwiGL
     layer(rows, torch.empty(tokens, shape.top_k, dtype=torch.int64, device="meta"), gates, indices(experts), rows)
 
 
+def _window(hidden: int, tokens: int) -> None:
+    regions, part = Regions.plan(4, tokens, 8, hidden, BF16), Part(tokens, 0, 4)
+    window, table = tensor(regions.nbytes, dtype=torch.uint8), tensor(6, 128, dtype=INT32)
+    addresses, cell, failure = (tensor(size, dtype=torch.int64) for size in (4, CELL_WORDS, 3))
+    rows, ids, gates = tensor(tokens, hidden), tensor(tokens, 8, dtype=torch.int64), tensor(tokens, 8, dtype=FP32)
+    push(rows, ids, table, addresses, cell, regions, part, indices(1))
+    wait(window, cell, failure, regions, part)
+    collect(ids, gates, table, window, addresses, cell, failure, regions, part, rows, indices(1))
+
+
+def _attention(
+    requests: int, heads: int, kv_heads: int, dim: int, window: int | None = None, sinks: bool = False
+) -> None:
+    pool, lengths = tensor(1024, kv_heads, 2 * dim), tensor(requests, dtype=torch.int64)
+    key = tensor(requests, kv_heads, dim).transpose(0, 1)
+    write_kv(key, key, lengths, pool)
+    query = tensor(requests, heads, dim)
+    table, softcap = tensor(requests, 64, dtype=torch.int64), 30.0 if sinks else None
+    decode_attention(
+        query, pool, table, lengths, 16, dim**-0.5, query, window=window, softcap=softcap,
+        sinks_H=tensor(heads) if sinks else None,
+    )  # fmt: skip
+
+
 QWEN, MIXTRAL = LayerShape(128, 8, 2048, 768), LayerShape(8, 2, 4096, 14336)
 OSS = LayerShape(32, 4, 2944, 2944)
 
@@ -137,6 +163,9 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
         "block_sparse": lambda: _block_sparse(2048, 768, 128, 128),
         "fp8_gemm": lambda: _fp8(2048, 768, 128, Fp8Tile(short_tail=False)),
         "fp8_warp": lambda: _fp8_warp(2048, 768),
+        "window": lambda: _window(2048, 16),
+        "attention": lambda: _attention(8, 32, 4, 128),
+        "attention unsplit": lambda: _attention(512, 32, 4, 128),
         **{f"layer of {tokens}": partial(_layer, QWEN, tokens) for tokens in (1, 8, 16, 64, 256, 4096)},
     },
     "more": {
@@ -146,7 +175,11 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
         "fp8_gemm gpt_oss": lambda: _fp8(2880, 2880, 128, Fp8Tile(), True, GPT_OSS),
         "fp8_gemm few rows": lambda: _fp8(2048, 1408, 64, Fp8Tile(warps=4, stages=2, short_tail=False)),
         "fp8_warp mixtral": lambda: _fp8_warp(4096, 14336),
+        "window wide": lambda: _window(7168, 1024),
         "fp8_warp bias": lambda: _fp8_warp(2944, 2944, True, GPT_OSS),
+        "attention wide": lambda: _attention(8, 16, 16, 256),
+        "attention gpt_oss": lambda: _attention(8, 64, 8, 64, window=128, sinks=True),
+        "attention mla": lambda: _attention(8, 128, 128, 192),
         **{f"mixtral of {tokens}": partial(_layer, MIXTRAL, tokens) for tokens in (1, 8, 16, 64, 256, 1024, 4096)},
         **{f"gpt_oss of {tokens}": partial(_layer, OSS, tokens, True, GPT_OSS) for tokens in (1, 8, 64, 1024, 8192)},
     },

@@ -1,0 +1,304 @@
+"""One-sided exchange of rows between GPUs of one node: every peer maps every peer's window, and counts stay on devices.
+
+    push      each token's row once to every peer that owns one of its routes, and whose routes they are
+    wait      until every peer's rows are here, or a deadline passes
+    (experts  read rows and write results in the window; the owner's maps say where each route's result lies)
+    collect   each token's results from their owners, gate-weighted and summed in route-slot order
+
+Token t of the peer in slot p lies at row `p * C + t` in every window, whether it has routes there or not: no peer needs
+another's counts. A launch holds no address and no number of peers: both are read from the cell and the list of windows,
+which an epoch change rewrites between two launches. Flags only grow; their upper half is the epoch.
+Letters: T tokens, C token slots of a peer in this unit, K top-k, P peers, M most peers, E experts, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from ray_moe.errors import ConfigError
+from ray_moe.kernels.epilogue import weighted
+from ray_moe.kernels.launch import dependent, multiprocessors
+
+# Words of the cell, int64. Peers and mine are the epoch's, limit is the longest wait in nanoseconds. Each phase counts
+# its own launches, so that chunks may be pushed ahead of those that are collected; all peers count alike.
+PEERS, MINE, LIMIT, PUSHES, WAITS, COLLECTS, FAILED, _PUSHED, _COLLECTED = (tl.constexpr(word) for word in range(9))
+CELL_WORDS = 16
+EPOCH_SHIFT = 32
+# Phases as a failure names them.
+PHASES = ("rows", "results")
+_ALIGNMENT = 1024
+_BLOCK = 2048  # elements of a row that a program moves at once
+_WAVES = 4  # programs for each multiprocessor
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Byte offsets in every window, alike on all peers; token slots are `max_peers * capacity`.
+
+    rows [M * C, D], ids int32 [M * C, K] (-1: not this peer's), results [M * C * K, D], positions int32 [M * C * K],
+    and two flags int64 for every peer.
+    """
+
+    max_peers: int
+    capacity: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    rows: int
+    ids: int
+    results: int
+    positions: int
+    arrived: int
+    ready: int
+    nbytes: int
+
+    @staticmethod
+    def plan(max_peers: int, capacity: int, top_k: int, hidden: int, dtype: torch.dtype) -> Regions:
+        """Raises `ConfigError` for fewer than one of anything, and rows that are no whole 16-byte units."""
+        for name, value in (("max_peers", max_peers), ("capacity", capacity), ("top_k", top_k), ("hidden", hidden)):
+            if value < 1:
+                raise ConfigError(f"window {name} must be at least 1, found {value}")
+        if hidden * dtype.itemsize % 16:
+            raise ConfigError(f"window rows must be whole 16-byte units, found {hidden} elements of {dtype}")
+        tokens, row = max_peers * capacity, hidden * dtype.itemsize
+        sizes = (
+            tokens * row,
+            tokens * top_k * 4,
+            tokens * top_k * row,
+            tokens * top_k * 4,
+            max_peers * 8,
+            max_peers * 8,
+        )
+        bounds = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        return Regions(max_peers, capacity, top_k, hidden, dtype, *bounds)
+
+    def view(self, window: Tensor, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A region of a window's bytes as a tensor of its own shape."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        return window[offset : offset + size].view(dtype).view(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Which tokens of a unit travel together: `capacity` token slots of every peer, from token slot `first` of the
+    regions on. `peers` bounds how many peers there may be when it runs."""
+
+    capacity: int
+    first: int
+    peers: int
+
+    @property
+    def tokens(self) -> int:
+        return self.capacity * self.peers
+
+
+def push(
+    hidden_TD: Tensor, ids_TK: Tensor, table_XE: Tensor, windows_M: Tensor, cell: Tensor, regions: Regions, part: Part,
+    count_1: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Give T <= C tokens to the peers that own their experts, and tell every peer that they are there.
+
+    `table_XE` int32: row 1 the number of an expert's replicas, row 2 + j the peer slot of replica j; which one a route
+    takes is `policies.TokenHash`'s choice. Ids outside [0, E) are nobody's. `count_1` int32 says on the device how many
+    tokens are real. Example: T = 1, K = 2, ids [[0, 1]], expert 0 at peer 1, expert 1 at peer 0 -> both windows get the
+    row; ids at peer 0 [-1, 1], at peer 1 [0, -1].
+    """
+    chunks = triton.cdiv(regions.hidden, _BLOCK)
+    programs = max(1, min(part.capacity * chunks, _WAVES * multiprocessors(cell.device)))
+    _push_kernel[(programs,)](
+        hidden_TD, ids_TK, table_XE, windows_M, cell, count_1, hidden_TD.shape[0], part.capacity, part.first,
+        table_XE.shape[1], ROWS=regions.rows, IDS=regions.ids, FLAGS=regions.arrived, D=regions.hidden,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks, **_shape(regions, programs),
+        num_warps=4, **dependent(cell.device),
+    )  # fmt: skip
+
+
+def wait(window: Tensor, cell: Tensor, failure: Tensor, regions: Regions, part: Part) -> None:
+    """Go on when all rows of the push are here. After the limit the cell is failed: this and every later launch on it
+    ends at once, and `failure` int64 [3] in host memory names the peer slot + 1, the phase and the flag's value.
+
+    Ids of peers that are not there become -1.
+    """
+    _wait_kernel[(1,)](
+        regions.view(window, regions.arrived, torch.int64, regions.max_peers), cell, failure,
+        regions.view(window, regions.ids, torch.int32, regions.max_peers * regions.capacity * regions.top_k),
+        part.capacity, part.first, part.peers, K=regions.top_k, BLOCK=1024, num_warps=4, **dependent(cell.device),
+    )  # fmt: skip
+
+
+def collect(
+    ids_TK: Tensor, gates_TK: Tensor, table_XE: Tensor, window: Tensor, windows_M: Tensor, cell: Tensor,
+    failure: Tensor, regions: Regions, part: Part, out_TD: Tensor, count_1: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Tell every peer that its results are here, wait for theirs, and sum: out[t] = sum over k of gate * result.
+
+    Products in the promoted dtype of results and gates, sums in fp32 in route-slot order (specification 0x03C3), as
+    `combine.combine` has them. A real token without a route becomes zero.
+    """
+    # Programs that wait must not keep the one that tells the others from running: all of them run at once.
+    chunk = _BLOCK if out_TD.shape[0] >= 256 else 512
+    chunks = triton.cdiv(regions.hidden, chunk)
+    programs = max(1, min(out_TD.shape[0] * chunks, _WAVES * multiprocessors(cell.device)))
+    flags = regions.view(window, regions.ready, torch.int64, regions.max_peers)
+    _collect_kernel[(programs,)](
+        ids_TK, gates_TK, table_XE, windows_M, cell, flags, failure, out_TD, count_1, out_TD.shape[0], part.capacity,
+        part.first, table_XE.shape[1],
+        RESULTS=regions.results, POSITIONS=regions.positions, FLAGS=regions.ready, D=regions.hidden,
+        BLOCK=min(chunk, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks, **_shape(regions, programs),
+        num_warps=4, **dependent(cell.device),
+    )  # fmt: skip
+
+
+def _shape(regions: Regions, programs: int) -> dict[str, int]:
+    return {"K": regions.top_k, "KP": triton.next_power_of_2(regions.top_k), "PROGRAMS": programs}
+
+
+@triton.jit
+def _owner(e, known, n, mine, table, E):
+    """The peer slot of the replica that semantic route n of expert e takes: `policies.TokenHash`."""
+    key = (mine * 1000003 + n + e.to(tl.int64) * 40503) * -7046029254386353131
+    number = (key >> 33) & 0x7FFFFFFF
+    replicas = tl.load(table + E + e, mask=known, other=1).to(tl.int64)
+    return tl.load(table + (2 + number % replicas) * E + e, mask=known, other=-1)
+
+
+@triton.jit
+def _tell_all(windows, num_peers, mine, value, FLAGS: tl.constexpr):
+    """After all that this program and those it has heard of wrote: raise my flag in every window."""
+    for p in range(num_peers):
+        flag = (tl.load(windows + p) + FLAGS).to(tl.pointer_type(tl.int64)) + mine
+        tl.atomic_max(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def _hear_from_all(flags, value, cell, failure, num_peers, PHASE: tl.constexpr):
+    """Wait for every peer's flag to reach `value`; whether one did not, within the limit."""
+    limit = tl.load(cell + LIMIT)
+    missing = 0
+    for p in range(num_peers):
+        seen = tl.atomic_add(flags + p, 0, sem="acquire", scope="sys")
+        if seen < value:
+            start = globaltimer()
+            waited = start - start
+            while (seen < value) & (waited < limit):
+                seen = tl.atomic_add(flags + p, 0, sem="acquire", scope="sys")
+                waited = globaltimer() - start
+        if seen < value:
+            missing = 1
+            if tl.atomic_cas(cell + FAILED, tl.zeros((), tl.int64), tl.cast(p + 1, tl.int64)) == 0:
+                tl.store(failure, p + 1)
+                tl.store(failure + 1, PHASE)
+                tl.store(failure + 2, value)
+    return missing
+
+
+@triton.jit(do_not_specialize=["T", "C", "first"])
+def _push_kernel(
+    hidden, ids, table, windows, cell, count_1, T, C, first, E, ROWS: tl.constexpr, IDS: tl.constexpr,
+    FLAGS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(cell + FAILED) != 0:
+        return
+    num_peers, mine = tl.load(cell + PEERS), tl.load(cell + MINE)
+    value = tl.load(cell + PUSHES) + 1
+    real = T
+    if count_1 is not None:
+        real = tl.minimum(real, tl.load(count_1))
+    k = tl.arange(0, KP)
+    for item in range(tl.program_id(0), C * CHUNKS, PROGRAMS):
+        t = item // CHUNKS
+        d = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+        n = t * K + k
+        e = tl.load(ids + n, mask=(t < real) & (k < K), other=-1).to(tl.int32)
+        known = (e >= 0) & (e < E)
+        owner = _owner(e, known, n, mine, table, E)
+        row = tl.load(hidden + t.to(tl.int64) * D + d, mask=(t < real) & (d < D), other=0.0)
+        at = first + mine * C + t
+        for p in range(num_peers):
+            base = tl.load(windows + p)
+            theirs = owner == p
+            if tl.sum(theirs.to(tl.int32)) > 0:
+                rows = tl.multiple_of((base + ROWS).to(tl.pointer_type(hidden.dtype.element_ty)), 16)
+                tl.store(rows + at * D + d, row, mask=d < D)
+            if item % CHUNKS == 0:
+                tl.store((base + IDS).to(tl.pointer_type(tl.int32)) + at * K + k, tl.where(theirs, e, -1), mask=k < K)
+    # All threads' stores first; who is last has heard of every program's.
+    tl.debug_barrier()
+    if tl.atomic_add(cell + _PUSHED, 1, sem="acq_rel", scope="sys") == PROGRAMS - 1:
+        tl.atomic_xchg(cell + _PUSHED, tl.zeros((), tl.int64))
+        _tell_all(windows, num_peers, mine, value, FLAGS)
+        tl.store(cell + PUSHES, value)
+
+
+@triton.jit(do_not_specialize=["C", "first", "M"])
+def _wait_kernel(flags, cell, failure, ids, C, first, M, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(cell + FAILED) != 0:
+        return
+    num_peers = tl.load(cell + PEERS)
+    value = tl.load(cell + WAITS) + 1
+    i = tl.arange(0, BLOCK)
+    absent = first + num_peers * C
+    for start in range(absent * K, (first + M * C) * K, BLOCK):
+        tl.store(ids + start + i, tl.full((BLOCK,), -1, tl.int32), mask=start + i < (first + M * C) * K)
+    _hear_from_all(flags, value, cell, failure, num_peers, 0)
+    tl.store(cell + WAITS, value)
+
+
+@triton.jit(do_not_specialize=["T", "C", "first"])
+def _collect_kernel(
+    ids, gates, table, windows, cell, flags, failure, out, count_1, T, C, first, E, RESULTS: tl.constexpr,
+    POSITIONS: tl.constexpr, FLAGS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(cell + FAILED) != 0:
+        return
+    num_peers, mine = tl.load(cell + PEERS), tl.load(cell + MINE)
+    value = tl.load(cell + COLLECTS) + 1
+    if tl.program_id(0) == 0:
+        # The experts' launches have ended: what they wrote is here for everybody.
+        _tell_all(windows, num_peers, mine, value, FLAGS)
+    real = T
+    if count_1 is not None:
+        real = tl.minimum(real, tl.load(count_1))
+    missing = _hear_from_all(flags, value, cell, failure, num_peers, 1)
+    # One thread has heard; now the others know too.
+    tl.debug_barrier()
+    if missing == 0:
+        for item in range(tl.program_id(0), real * CHUNKS, PROGRAMS):
+            t = item // CHUNKS
+            d = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for k in tl.static_range(K):
+                n = t * K + k
+                e = tl.load(ids + n).to(tl.int32)
+                known = (e >= 0) & (e < E)
+                p = _owner(e, known, n, mine, table, E)
+                base = tl.load(windows + p, mask=known, other=0)
+                where = (base + POSITIONS).to(tl.pointer_type(tl.int32)) + (first + mine * C + t) * K + k
+                r = first * K + tl.load(where, mask=known, other=0).to(tl.int64)
+                rows = tl.multiple_of((base + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
+                result = tl.load(rows + r * D + d, mask=(d < D) & known, other=0.0).to(tl.float32)
+                total += weighted(result, tl.load(gates + n), out.dtype.element_ty)
+            tl.store(out + t.to(tl.int64) * D + d, total.to(out.dtype.element_ty), mask=d < D)
+    if tl.atomic_add(cell + _COLLECTED, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        tl.atomic_xchg(cell + _COLLECTED, tl.zeros((), tl.int64))
+        tl.store(cell + COLLECTS, value)

@@ -1,0 +1,198 @@
+"""A process's window and its seats: device memory that the peers of one node write and read without being asked.
+
+    window = NodeWindow(regions, rank, device, seconds)      once for each process; captured launches hold its addresses
+    seat = window.join(spec, store, seconds)                 once for each epoch: every member's window mapped here
+    seat.enter()                                             at a step boundary, on the stream: the launches' peers
+    seat.leave()                                             behind the epoch's last launch, where all members get there
+
+An epoch change rewrites the cell and the list of windows that launches read. A member that dies leaves its window
+mapped, and harmless; that it tells nothing any more is what a launch finds, within the limit, and `check` says.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ray_moe.comm.ipc import IpcMemory, PeerMemory
+from ray_moe.comm.rendezvous import StoreAddress, connect
+from ray_moe.errors import CollectiveError, ConfigError
+from ray_moe.identity import GlobalRank
+from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, PHASES, Part, Regions, collect, push, wait
+from ray_moe.topology import ProcessGroupSpec
+
+# What a member shows the others: its window's size, top-k and row bytes, and the handle.
+_CARD = struct.Struct("<qqqq64s")
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Where a part's rows lie in the own window, and where their results go; T = P * C token slots, N = T * K."""
+
+    rows_TD: Tensor
+    ids_TK: Tensor
+    results_RD: Tensor
+    position_N: Tensor
+
+
+@dataclass(eq=False)
+class NodeWindow:
+    """One process's window. `limit_s` is the longest that a launch waits for a peer.
+
+    Raises `ConfigError` as `IpcMemory.allocate`.
+    """
+
+    regions: Regions
+    rank: GlobalRank
+    device: torch.device
+    limit_s: float
+    memory: IpcMemory = field(init=False)
+    cell: Tensor = field(init=False)
+    windows_M: Tensor = field(init=False)
+    failure: Tensor = field(init=False)
+    stream: torch.cuda.Stream = field(init=False)  # for exchanges beside the experts
+    _received: dict[tuple[int, int], Received] = field(default_factory=dict, init=False)
+    _mapped: dict[bytes, PeerMemory] = field(default_factory=dict, init=False)
+    _entered: WindowSeat | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = IpcMemory.allocate(self.regions.nbytes, self.device)
+        self.cell = torch.zeros(CELL_WORDS, dtype=torch.int64, device=self.device)
+        self.windows_M = torch.zeros(self.regions.max_peers, dtype=torch.int64, device=self.device)
+        self.stream = torch.cuda.Stream(self.device)
+        # Launches write it, and only when they give up; the host reads it without asking the device.
+        self.failure = torch.zeros(len(("peer", "phase", "value")), dtype=torch.int64).pin_memory()
+
+    def join(self, spec: ProcessGroupSpec, address: StoreAddress, seconds: float) -> WindowSeat:
+        """Map every member's window; returns when all members have shown theirs.
+
+        Raises `PlacementError` for a rank without a seat, `ConfigError` for more members than windows have room for or
+        members whose windows differ in size, `CollectiveError` when one does not come within `seconds`.
+        """
+        mine = spec.peer_slot(self.rank)
+        if len(spec) > self.regions.max_peers:
+            raise ConfigError(f"windows have room for {self.regions.max_peers} peers, found {len(spec)}")
+        store = connect(address, f"{spec.process_group_id}/epoch-{spec.epoch}/window", seconds)
+        regions = self.regions
+        sizes = (regions.nbytes, regions.capacity, regions.top_k, regions.hidden * regions.dtype.itemsize)
+        try:
+            store.set(str(mine), _CARD.pack(*sizes, self.memory.handle))  # type: ignore[arg-type]  # takes bytes too
+            store.wait([str(peer) for peer in range(len(spec))], timedelta(seconds=seconds))
+            cards = [_CARD.unpack(store.get(str(peer))) for peer in range(len(spec))]
+        except (dist.DistError, RuntimeError) as error:
+            raise CollectiveError(f"showing windows: {error}", self.rank.value, spec.epoch) from error
+        for peer, (*theirs, _) in enumerate(cards):
+            if tuple(theirs) != sizes:
+                raise ConfigError(
+                    f"windows of one group are alike: rank {self.rank} has (bytes, tokens, top-k, row bytes) {sizes}, "
+                    f"rank {spec.peers[peer]} {tuple(theirs)}"
+                )
+        addresses = [self._address(card[-1]) for card in cards]
+        return WindowSeat(self, spec, mine, torch.tensor(addresses + [0] * (regions.max_peers - len(spec))))
+
+    def received(self, part: Part) -> Received:
+        """Views of the own window; the same every time."""
+        key = (part.first, part.tokens)
+        if key not in self._received:
+            regions, window = self.regions, self.memory.bytes
+            slots, dtype, top_k = regions.max_peers * regions.capacity, regions.dtype, regions.top_k
+            tokens, routes = slice(part.first, part.first + part.tokens), part.tokens * top_k
+            start = part.first * top_k
+            self._received[key] = Received(
+                regions.view(window, regions.rows, dtype, slots, regions.hidden)[tokens],
+                regions.view(window, regions.ids, torch.int32, slots, top_k)[tokens],
+                regions.view(window, regions.results, dtype, slots * top_k, regions.hidden)[start : start + routes],
+                regions.view(window, regions.positions, torch.int32, slots * top_k)[start : start + routes],
+            )
+        return self._received[key]
+
+    def _address(self, handle: bytes) -> int:
+        if handle == self.memory.handle:
+            return self.memory.bytes.data_ptr()
+        if handle not in self._mapped:
+            self._mapped[handle] = PeerMemory.open(handle, self.regions.nbytes, self.device)
+        return self._mapped[handle].bytes.data_ptr()
+
+    def bytes_at(self, address: int) -> Tensor:
+        """The window that begins at `address`, the own one or one that is mapped here."""
+        windows = [self.memory.bytes, *(peer.bytes for peer in self._mapped.values())]
+        return next(window for window in windows if window.data_ptr() == address)
+
+    def close(self) -> None:
+        """Unmap the others' windows and give the own one back: nothing is launched any more, here or by them."""
+        for peer in self._mapped.values():
+            peer.close()
+        self._mapped.clear()
+        self.memory.free()
+
+
+@dataclass(eq=False)
+class WindowSeat:
+    """A process's seat in one epoch over windows. All methods are the step's thread's."""
+
+    window: NodeWindow
+    spec: ProcessGroupSpec
+    peer_slot: int
+    _addresses_M: Tensor
+
+    def enter(self) -> None:
+        """From here on, in the order of the current stream, launches are this epoch's. Entered again, it goes on."""
+        window = self.window
+        if window._entered is self:
+            return
+        window._entered = self
+        base = self.spec.epoch << EPOCH_SHIFT
+        words = [len(self.spec), self.peer_slot, round(window.limit_s * 1e9), base, base, base]
+        window.failure.zero_()
+        window.windows_M.copy_(self._addresses_M)
+        window.cell.copy_(torch.tensor(words + [0] * (CELL_WORDS - len(words))))
+
+    def leave(self) -> None:
+        """Behind what was launched: nobody's launches use this window for this epoch any more. All members call it."""
+        window, regions = self.window, self.window.regions
+        nothing = torch.empty(0, regions.hidden, dtype=regions.dtype, device=window.device)
+        ids = torch.empty(0, regions.top_k, dtype=torch.int64, device=window.device)
+        gates = torch.empty(0, regions.top_k, device=window.device)
+        table = torch.zeros(3, 1, dtype=torch.int32, device=window.device)
+        part = Part(1, 0, len(self.spec))
+        push(nothing, ids, table, window.windows_M, window.cell, regions, part)
+        wait(window.memory.bytes, window.cell, window.failure, regions, part)
+        collect(
+            ids,
+            gates,
+            table,
+            window.memory.bytes,
+            window.windows_M,
+            window.cell,
+            window.failure,
+            regions,
+            part,
+            nothing,
+        )
+
+    def peer_rows(self, peer: int, part: Part) -> Tensor:
+        """A part's rows [P * C, D] in the window of the peer in slot `peer`."""
+        regions, window = self.window.regions, self.window.bytes_at(int(self._addresses_M[peer]))
+        slots = regions.max_peers * regions.capacity
+        rows = regions.view(window, regions.rows, regions.dtype, slots, regions.hidden)
+        return rows[part.first : part.first + part.tokens]
+
+    def check(self) -> None:
+        """`CollectiveError` naming the peer, once a launch has given up waiting for one; reads host memory alone.
+
+        What such a launch should have brought is not there: whoever reads results of launches asks here first, when
+        they are complete.
+        """
+        peer, phase, value = self.window.failure.tolist()
+        if peer:
+            raise CollectiveError(
+                f"the {PHASES[phase]} of rank {self.spec.peers[peer - 1]} (peer slot {peer - 1}) have not come within "
+                f"{self.window.limit_s:g} s, in exchange {value & ((1 << EPOCH_SHIFT) - 1)} of the epoch",
+                self.window.rank.value,
+                self.spec.epoch,
+            )
