@@ -161,6 +161,19 @@ def environment() -> dict[str, Any]:
     }
 
 
+def card() -> Row:
+    """What this card reaches by itself, since cards differ by some per cent: a copy of 2 GiB, and cuBLAS's product."""
+    source = torch.empty(2**31, dtype=torch.uint8, device=_CUDA)
+    target, square = torch.empty_like(source), torch.randn(8192, 8192, device=_CUDA).to(torch.bfloat16)
+    copy_ms, product_ms = (
+        spread.median for spread in interleaved([partial(target.copy_, source), lambda: square @ square], 3, 60)
+    )
+    return {
+        "what": "the card itself", "copy_tb_per_s": 2 * source.nbytes / copy_ms / 1e9,
+        "dense_tflop_per_s": 2 * 8192**3 / product_ms / 1e9,
+    }  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ray_moe.bench.gpu_layer")
     parser.add_argument("--tune", action="store_true", help="time the candidates of the tile tables instead")
@@ -171,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models, sizes = options.models.split(","), [int(size) for size in options.tokens.split(",")]
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows = gpu_tune.run(models, sizes) if options.tune else run(models, sizes)
+    rows = gpu_tune.run(models, sizes) if options.tune else [card(), *run(models, sizes)]
     record = environment() | {
         "command": "python -m ray_moe.bench.gpu_layer" + (" --tune" if options.tune else ""),
         "floor": "max(bytes / 4.3 TB/s, FLOPs / 771 TFLOP/s); bytes: weights of the experts used, tokens in and out",
