@@ -7,12 +7,13 @@ by the functions that need it, so that the data plane can wait without Ray.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import select
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _T = TypeVar("_T")
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 class Deadline:
@@ -61,6 +63,29 @@ def join_thread(thread: threading.Thread, seconds: float, what: str) -> None:
 def pause(seconds: float) -> None:
     """Sleep between two looks at something that cannot notify; the caller owns the deadline."""
     time.sleep(seconds)
+
+
+def poll(ready: Callable[[], bool], seconds: float, spin: float = 0.0) -> bool:
+    """Look at something that cannot notify until it is `ready`, or `seconds` have passed; tells which.
+
+    Looks again at once for `spin` seconds, then ever less often, once a millisecond in the end.
+    """
+    if ready():
+        return True
+    start = now = time.monotonic()
+    while now - start < min(spin, seconds):
+        os.sched_yield()  # on few cores whoever is waited for may need this one
+        if ready():
+            return True
+        now = time.monotonic()
+    pause_s = _SHORTEST_PAUSE_S
+    while now - start < seconds:
+        time.sleep(min(pause_s, max(0.0, seconds - (now - start))))
+        if ready():
+            return True
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        now = time.monotonic()
+    return False
 
 
 def wait_work(work: dist.Work, seconds: float, what: str, rank: int, epoch: int) -> None:

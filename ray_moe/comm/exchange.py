@@ -128,6 +128,7 @@ def furthest_behind(exchanges: Sequence[Exchange]) -> ExchangeState:
 
 
 Stage = Callable[[Tensor], Exchange]
+AllToAllV = Callable[[Tensor, Sequence[int], Sequence[int]], Exchange]
 
 
 class StagedExchange:
@@ -169,3 +170,14 @@ class StagedExchange:
         self.payload()
         for exchange in self._submitted:
             exchange.complete()
+
+
+def exchanged_sums(rows_PND: Tensor, all_to_all_v: AllToAllV) -> Exchange:
+    """A reduce-scatter for carriers without one: every peer sums what the others have for it, in peer-slot order."""
+    peers, rows, width = rows_PND.shape
+    even = [rows] * peers
+    return StagedExchange(
+        rows_PND.reshape(-1, width),
+        [lambda sent: all_to_all_v(sent, even, even)],
+        lambda got: got.view(peers, rows, width).sum(dim=0, dtype=rows_PND.dtype),
+    )

@@ -15,16 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ray_moe.comm.exchange import Exchange, WaitedExchange
+from ray_moe.comm.exchange import Exchange, WaitedExchange, exchanged_sums
+from ray_moe.comm.frames import gather_in_frames
 from ray_moe.comm.rendezvous import StoreAddress, connect
 from ray_moe.deadline import wait_work
-from ray_moe.errors import CollectiveError, CountMismatchError
+from ray_moe.errors import CollectiveError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
-
-# Gloo ends the whole process when two peers' messages differ in size, so nothing whose size a peer might see otherwise
-# may be sent before sizes are agreed. Count lines therefore travel in frames of one size: 4 KiB hold up to 508 slots.
-_FRAME = 512
 
 
 class GlooGroup:
@@ -64,20 +61,7 @@ class GlooGroup:
         return self._gather(self._open(self._control), line)
 
     def gather_counts(self, line: Tensor) -> Tensor:
-        frame = line.new_zeros(_FRAME)
-        frame[0] = line.numel()
-        frame[1 : 1 + line.numel()] = line[: _FRAME - 1]
-        frames_PM = self._gather_in_order(frame)
-        lengths = frames_PM[:, 0].tolist()
-        if min(lengths) != max(lengths):
-            raise CountMismatchError(
-                f"epoch {self.spec.epoch}: the peers' count lines differ in length: {lengths} in peer-slot order, "
-                f"seen by rank {self._rank}; they run different placements"
-            )
-        lines_PM = frames_PM[:, 1 : 1 + line.numel()]
-        if line.numel() < _FRAME:
-            return lines_PM
-        return torch.cat([lines_PM, self._gather_in_order(line[_FRAME - 1 :])], dim=1)
+        return gather_in_frames(line, self._gather_in_order, self._rank, self.spec.epoch)
 
     def _gather_in_order(self, line: Tensor) -> Tensor:
         """A gather in the payload's own order, waited for."""
@@ -115,6 +99,12 @@ class GlooGroup:
         self.bytes_sent += size
         self.bytes_received += size
         return self._exchange(work, out.view(peers, *rows_ND.shape), "all-gather")
+
+    def reduce_scatter(self, rows_PND: Tensor) -> Exchange:
+        return exchanged_sums(rows_PND, self.all_to_all_v)
+
+    def check(self) -> None:
+        """A payload that is here has come whole: what broke has been raised."""
 
     def _exchange(self, work: dist.Work, out: Tensor, what: str) -> Exchange:
         """Gloo tells of one moment only: when it is done, the rows have come and gone."""

@@ -60,6 +60,20 @@ class ExpertGroup(Protocol):
         """Submit equally sized rows of all peers; the payload is [P, N, D]. Raises `CollectiveError`."""
         ...
 
+    def reduce_scatter(self, rows_PND: Tensor) -> Exchange:
+        """Submit rows [P, N, D] for every peer; the payload [N, D] is the sum of all peers' rows for this one.
+
+        Raises `CollectiveError`.
+        """
+        ...
+
+    def check(self) -> None:
+        """`CollectiveError` when the epoch has broken: asked when results are complete, before they are given away.
+
+        Waits for nothing. On a device that goes on with rows which never came, nothing else would tell.
+        """
+        ...
+
     def close(self) -> None:
         """Drop the epoch; peers that still wait in it get an error at once. May be called twice."""
         ...

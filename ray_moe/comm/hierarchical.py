@@ -93,6 +93,13 @@ class Hierarchical:
         relays = self._stage_groups[1]
         return relays.bytes_sent if relays is not None else 0
 
+    def check(self) -> None:
+        for member in self._groups:
+            member.check()
+
+    def leave(self) -> None:
+        """Nobody reads here what he was not sent."""
+
     def close(self) -> None:
         for member in self._groups:
             member.close()
@@ -165,5 +172,5 @@ def _rearranged(rows: Tensor, lies: list[_Block], wanted: list[_Block], counts_P
         return rows
     lengths = [counts_PP[s][d] for s, d in lies]
     starts = dict(zip(lies, accumulate(lengths, initial=0), strict=False))
-    index = runs([starts[block] for block in wanted], [counts_PP[s][d] for s, d in wanted])
-    return rows.index_select(0, index.to(rows.device))
+    index = runs([starts[block] for block in wanted], [counts_PP[s][d] for s, d in wanted], rows.device)
+    return rows.index_select(0, index)

@@ -53,6 +53,13 @@ class SoloGroup:
         self._require_open()
         return Arrived(rows_ND[None])
 
+    def reduce_scatter(self, rows_PND: Tensor) -> Arrived:
+        self._require_open()
+        return Arrived(rows_PND[0])
+
+    def check(self) -> None:
+        """There is nobody else."""
+
     def close(self) -> None:
         self._closed = True
 

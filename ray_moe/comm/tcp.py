@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_moe.comm.channel import Channel
-from ray_moe.comm.exchange import Exchange, WaitedExchange
+from ray_moe.comm.exchange import Exchange, WaitedExchange, exchanged_sums
+from ray_moe.comm.frames import require_equal_lengths
 from ray_moe.comm.rendezvous import StoreAddress, connect
 from ray_moe.deadline import Deadline, receive
-from ray_moe.errors import CollectiveError, CountMismatchError
+from ray_moe.errors import CollectiveError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
 
@@ -69,11 +70,7 @@ class TcpGroup:
             lengths[peer] = len(frame) // line.element_size()
             if lengths[peer] == line.numel():
                 bytes_of(lines[peer])[:] = frame
-        if min(lengths) != max(lengths):
-            raise CountMismatchError(
-                f"epoch {self.spec.epoch}: the peers' count lines differ in length: {lengths} in peer-slot order, "
-                f"seen by rank {self._rank}; they run different placements"
-            )
+        require_equal_lengths(lengths, self._rank, self.spec.epoch)
         return lines
 
     def all_to_all_v(self, rows_ND: Tensor, send_counts_P: Sequence[int], recv_counts_P: Sequence[int]) -> Exchange:
@@ -101,6 +98,16 @@ class TcpGroup:
         return self._submit(
             out, dict.fromkeys(self._others, mine), {peer: bytes_of(out[peer]) for peer in self._others}
         )
+
+    def reduce_scatter(self, rows_PND: Tensor) -> Exchange:
+        return exchanged_sums(rows_PND, self.all_to_all_v)
+
+    def check(self) -> None:
+        """A payload that is here has come whole: what broke has been raised."""
+
+    def lost(self) -> str | None:
+        """None: a connection tells of its peer's end when it is read, and not before."""
+        return None
 
     def close(self) -> None:
         """Drop the epoch: peers that wait in it see the connections end at once."""

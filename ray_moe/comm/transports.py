@@ -83,6 +83,15 @@ class Transport(Protocol):
         """Payload bytes (sent, received) that the transport's groups have counted so far."""
         ...
 
+    def check(self) -> None:
+        """`CollectiveError` when the epoch has broken, for whoever is about to give results away; waits for nothing."""
+        ...
+
+    def leave(self) -> None:
+        """Behind the epoch's last unit, where all members go on to the next epoch: what others may still read here
+        is left as it is until they have."""
+        ...
+
     def close(self) -> None:
         """Drop every group of the transport. May be called twice."""
         ...
@@ -107,6 +116,12 @@ class _OverOneGroup(ABC):
     @property
     def bytes_moved(self) -> tuple[int, int]:
         return self.group.bytes_sent, self.group.bytes_received
+
+    def check(self) -> None:
+        self.group.check()
+
+    def leave(self) -> None:
+        """Nobody reads here what he was not sent."""
 
     def close(self) -> None:
         self.group.close()
@@ -177,16 +192,31 @@ class PaddedAllToAll(_OverOneGroup):
 class AllGatherFilter(_OverOneGroup):
     """Every row to every peer in one regular shape; each peer keeps what it owns. For few tokens.
 
-    Rows are padded to the largest peer; padding never acquires identity, it is cut off by the agreed counts.
+    Rows are padded to the largest peer; padding never acquires identity, it is cut off by the agreed counts. Where the
+    peer that receives most receives less than the one that sends most sends (the way back from a busy owner), rows are
+    summed into their places instead, by a reduce-scatter: each has one peer that has it, and zeros from the others.
     """
 
     name = "all_gather_filter"
 
     def _move(self, rows: Tensor, counts_PP: CountMatrix) -> Exchange:
-        capacity = max(sum(line) for line in counts_PP)
-        padded = rows.new_zeros(capacity, rows.shape[1])
+        sent, received = _fullest(counts_PP)
+        if received < sent:
+            return self._scatter(rows, counts_PP, received)
+        padded = rows.new_zeros(sent, rows.shape[1])
         padded[: rows.shape[0]] = rows
         return StagedExchange(padded, [self.group.all_gather], lambda gathered: self._filter(gathered, counts_PP))
+
+    def _scatter(self, rows: Tensor, counts_PP: CountMatrix, capacity: int) -> Exchange:
+        """`capacity` places for each destination, in which rows lie source-major."""
+        mine, peers = self.group.peer_slot, len(counts_PP)
+        starts = [peer * capacity + sum(line[peer] for line in counts_PP[:mine]) for peer in range(peers)]
+        places = runs(starts, counts_PP[mine], rows.device)
+        slab = rows.new_zeros(peers * capacity, rows.shape[1]).index_copy_(0, places, rows)
+        # As integers, rows of every dtype come out bit for bit.
+        words_PCW = slab.view(_words_of(slab)).view(peers, capacity, -1)
+        received = sum(line[mine] for line in counts_PP)
+        return StagedExchange(words_PCW, [self.group.reduce_scatter], lambda summed: summed.view(rows.dtype)[:received])
 
     def _filter(self, gathered_PCD: Tensor, counts_PP: CountMatrix) -> Tensor:
         mine = self.group.peer_slot
@@ -199,7 +229,7 @@ class AllGatherFilter(_OverOneGroup):
         )
 
     def _on_links(self, counts_PP: CountMatrix) -> tuple[int, int]:
-        slots = max(sum(line) for line in counts_PP) * (len(counts_PP) - 1)
+        slots = min(_fullest(counts_PP)) * (len(counts_PP) - 1)
         return slots, slots
 
 
@@ -235,6 +265,12 @@ class Chunked:
     @property
     def bytes_moved(self) -> tuple[int, int]:
         return self._inner.bytes_moved
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def leave(self) -> None:
+        self._inner.leave()
 
     def close(self) -> None:
         self._inner.close()
@@ -291,7 +327,7 @@ def transposed(counts_PP: CountMatrix) -> CountMatrix:
 def padded_positions(counts_P: Sequence[int], capacity: int, device: torch.device) -> Tensor:
     """Where consecutive runs of rows lie when each run has room for `capacity`: ([2, 0, 1], 2) -> [0, 1, 4]."""
     starts = [peer * capacity for peer in range(len(counts_P))]
-    return runs(starts, counts_P).to(device)
+    return runs(starts, counts_P, device)
 
 
 def chunk_span(rows: int, part: Part) -> tuple[int, int]:
@@ -310,11 +346,30 @@ def chunk_positions(counts_P: Sequence[int], part: Part, device: torch.device) -
     """Where one part's rows lie among consecutive runs: of runs [3, 2] and two parts, [0, 3] and [1, 2, 4]."""
     spans = [chunk_span(rows, part) for rows in counts_P]
     starts = [at + start for at, (start, _) in zip(accumulate(counts_P, initial=0), spans, strict=False)]
-    return runs(starts, [end - start for start, end in spans]).to(device)
+    return runs(starts, [end - start for start, end in spans], device)
 
 
-def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Consecutive numbers from each start: ([4, 0], [2, 1]) -> [4, 5, 0]."""
+def runs(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Consecutive numbers from each start, written on the device: ([4, 0], [2, 1]) -> [4, 5, 0]."""
     shifts = [start - before for start, before in zip(starts, accumulate(lengths, initial=0), strict=False)]
-    shift = torch.tensor(shifts, dtype=torch.int64).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    return shift.add_(torch.arange(shift.numel()))
+    shift, length = uploaded([shifts, lengths], device)
+    numbers = shift.repeat_interleave(length, output_size=sum(lengths))
+    return numbers.add_(torch.arange(numbers.numel(), device=device))
+
+
+def uploaded(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 on the device; the host does not wait for the copy."""
+    # Pinned memory comes from torch's own cache, which keeps it until the copy has been done.
+    there = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
+
+
+def _fullest(counts_PP: CountMatrix) -> tuple[int, int]:
+    """The rows of the peer that sends most, and of the one that receives most."""
+    return max(map(sum, counts_PP)), max(map(sum, transposed(counts_PP)))
+
+
+def _words_of(rows: Tensor) -> torch.dtype:
+    """The widest integers that a row consists of."""
+    size = rows.shape[1] * rows.element_size()
+    return next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if size % dtype.itemsize == 0)

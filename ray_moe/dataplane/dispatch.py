@@ -19,8 +19,9 @@ from torch import Tensor
 from ray_moe.comm.exchange import Exchange
 from ray_moe.comm.transports import Transport, padded_positions
 from ray_moe.dataplane.completion import Event, StagingPool
+from ray_moe.dataplane.device_codecs import codec_on
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
-from ray_moe.dataplane.precision import PayloadCodec, codec_named
+from ray_moe.dataplane.precision import PayloadCodec
 from ray_moe.dataplane.rows import ExpertRows, MaskedRows, Mode, SegmentedRows, require_mode
 from ray_moe.errors import CountMismatchError, HandleError, RunnerError, StageError, StaleHandleError
 from ray_moe.kernels.reference import permute, unpermute, weighted_combine
@@ -90,7 +91,7 @@ class Dispatcher:
                 f"found {hidden_TD.dtype}"
             )
         handle.lifetime.advance("submit_dispatch")
-        codec = self._codec_of(hidden_TD.shape[1])
+        codec = self._codec_of(hidden_TD.shape[1], hidden_TD.device)
         wire_TW = codec.encode(hidden_TD)
         send_nW = self._staging.take(handle.order_N.numel(), codec.wire_width, codec.wire_dtype, hidden_TD.device)
         # With nothing to send to others the packed rows are also what arrives, and the experts read them.
@@ -196,9 +197,9 @@ class Dispatcher:
 
     # ---- details ----
 
-    def _codec_of(self, width: int) -> PayloadCodec:
+    def _codec_of(self, width: int, device: torch.device) -> PayloadCodec:
         if self._codec is None or self._codec.width != width:
-            self._codec = codec_named(self.header.abi.payload_format, width, self.header.abi.payload)
+            self._codec = codec_on(self.header.abi.payload_format, width, self.header.abi.payload, device)
         return self._codec
 
     def _send_gates(self, handle: DispatchHandle) -> Exchange:

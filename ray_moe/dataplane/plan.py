@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ray_moe.comm.transports import runs, uploaded
 from ray_moe.errors import (
     CountMismatchError,
     DuplicateExecutionError,
@@ -215,9 +216,9 @@ def layout_record(plans: Sequence[Plan], header_digest64: int, invocation: int) 
     Header digest and invocation, then per batch its accepted routes and its counts per slot.
     """
     device = plans[0].counts_S.device
-    parts = [torch.tensor([header_digest64, invocation, plans[0].routes.num_routes], device=device), plans[0].counts_S]
+    parts = [uploaded([header_digest64, invocation, plans[0].routes.num_routes], device), plans[0].counts_S]
     for plan in plans[1:]:
-        parts += [torch.tensor([plan.routes.num_routes], device=device), plan.counts_S]
+        parts += [uploaded([plan.routes.num_routes], device), plan.counts_S]
     return torch.cat(parts)
 
 
@@ -296,8 +297,5 @@ def expert_order(recv_counts_PS: Sequence[Sequence[int]], device: torch.device) 
     counts = list(chain.from_iterable(recv_counts_PS))
     arrived_at = list(accumulate(counts, initial=0))
     blocks = [source * num_slots + slot for slot in range(num_slots) for source in range(num_peers)]
-    rows = [counts[block] for block in blocks]
-    # Rows of equal (slot, source) move as one block: by where it arrived less where it goes.
-    shifts = [arrived_at[block] - goes_to for block, goes_to in zip(blocks, accumulate(rows, initial=0), strict=False)]
-    shift_R = torch.tensor(shifts, dtype=torch.int64).repeat_interleave(torch.tensor(rows, dtype=torch.int64))
-    return (shift_R + torch.arange(shift_R.numel())).to(device)
+    # Rows of equal (slot, source) move as one block.
+    return runs([arrived_at[block] for block in blocks], [counts[block] for block in blocks], device)

@@ -107,9 +107,10 @@ ALLOWED_WAITS: dict[str, str] = {
     "cli.elastic: self.cluster.wait": "Cluster.wait waits in deadline.ray_get, under the seconds that it is given",
     "actors.lookout: asked.task.result": "the task is done",
     "bench.layer: transport.group.gather(record).result": "the same ticket, timed",
+    "bench.gpu_exchange: rank.group.gather(record).result": "the same ticket, timed",
     "engine.loop: self._offer(plan).result": "the step agreement's ticket",
     "engine.loop: ticket.result": "the step agreement's ticket",
-    "engine.loop: self._ticket.result": "the step agreement's ticket, inside the loop's own wrapper",
+    "engine.offer: self._ticket.result": "the step agreement's ticket, inside the loop's own wrapper",
 }
 
 # torch.distributed's process-wide group is one per process and cannot be rebuilt per epoch.

@@ -16,7 +16,7 @@ from ray_moe.comm.group import ExpertGroup, Ticket
 from ray_moe.comm.join import join
 from ray_moe.comm.rendezvous import RendezvousStore, StoreAddress, connect
 from ray_moe.comm.solo import SoloGroup
-from ray_moe.errors import CollectiveError, CountMismatchError, DeadlineError, PlacementError
+from ray_moe.errors import CollectiveError, ConfigError, CountMismatchError, DeadlineError, PlacementError
 from ray_moe.identity import GlobalRank
 from ray_moe.topology import ProcessGroupSpec
 from tests.layers import ONE_PEER, spec_of
@@ -57,6 +57,7 @@ def every_collective(group: ExpertGroup) -> dict[str, Tensor]:
         "exchanged": exchanged,
         "nothing": group.all_to_all_v(torch.zeros(0, 2), [0] * size, [0] * size).payload(),
         "gathered": group.all_gather(torch.full((2, 3), float(me))).payload(),
+        "summed": group.reduce_scatter(torch.arange(4).repeat_interleave(6).view(4, 2, 3) + 10 * me).payload(),
         "bfloat16": group.all_gather(torch.full((1, 2), float(me), dtype=torch.bfloat16)).payload(),
         "bytes": ints(group.bytes_sent, group.bytes_received),
     }
@@ -74,11 +75,12 @@ def test_every_collective_delivers_in_peer_slot_order(peers: Peers, ranks: tuple
         assert torch.equal(got["exchanged"], arrived)
         assert got["nothing"].shape == (0, 2)
         assert torch.equal(got["gathered"], torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3))
+        assert got["summed"].tolist() == [[4 * me + 60] * 3] * 2
         assert got["bfloat16"].dtype == torch.bfloat16
         assert got["bfloat16"].view(-1).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         # Only rows that cross are payload: fp32 rows of 3 in the exchange, then two gathers to three peers each.
         sent, received = sum(COUNTS[me]) - COUNTS[me][me], sum(line[me] for line in COUNTS) - COUNTS[me][me]
-        gathers = 3 * (2 * 3 * 4 + 1 * 2 * 2)
+        gathers = 3 * (2 * 3 * 4 + 1 * 2 * 2) + 3 * (2 * 3 * 8)
         assert got["bytes"].tolist() == [sent * 12 + gathers, received * 12 + gathers]
 
 
@@ -186,6 +188,7 @@ def closes_twice(group: ExpertGroup) -> list[str]:
         lambda: group.gather_counts(ints(1)),
         lambda: group.all_to_all_v(rows, [1, 0][: len(group.spec)], [1, 0][: len(group.spec)]).payload(),
         lambda: group.all_gather(rows).payload(),
+        lambda: group.reduce_scatter(rows[None].repeat(len(group.spec), 1, 1)).payload(),
     ):
         with pytest.raises(CollectiveError) as refused:
             call()
@@ -195,7 +198,7 @@ def closes_twice(group: ExpertGroup) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["two peers", "one peer"])
 def test_a_group_closes_twice_and_then_refuses_every_call(peers: Peers, ranks: tuple[int, ...]) -> None:
-    assert peers.run(closes_twice, ranks=ranks) == [["the group is closed"] * 4] * len(ranks)
+    assert peers.run(closes_twice, ranks=ranks) == [["the group is closed"] * 5] * len(ranks)
 
 
 # -- Epochs
@@ -235,6 +238,18 @@ def test_an_epoch_that_a_peer_never_joins_is_an_error_at_the_deadline(kind: str,
         join(kind, spec_of((0, 1), 3), GlobalRank(rank), store.address, 2.0)
 
 
+@pytest.mark.parametrize(("kind", "device"), [("tcp", "cuda"), ("gloo", "cuda"), ("nccl", "cpu")])
+def test_a_group_carries_rows_of_its_own_devices_alone(kind: str, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"group {kind} carries rows between peers on .*, found peers on {device}"):
+        join(kind, spec_of((0, 1), 3), GlobalRank(0), StoreAddress("127.0.0.1", 9), 0.5, torch.device(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused is a machine without CUDA")
+def test_nccl_is_refused_without_a_cuda_device() -> None:
+    with pytest.raises(ConfigError, match="group nccl needs a CUDA device, found none"):
+        join("nccl", spec_of((0, 1), 3), GlobalRank(0), StoreAddress("127.0.0.1", 9), 0.5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_that_does_not_answer_is_named(kind: str) -> None:
     with pytest.raises(DeadlineError, match=r"rendezvous store 127\.0\.0\.1:9 .*ep-group-0/epoch-3"):
@@ -259,6 +274,8 @@ def test_for_one_peer_every_collective_is_the_identity() -> None:
     assert torch.equal(group.gather_counts(line), line[None])
     assert group.all_to_all_v(rows, [4], [4]).payload() is rows
     assert torch.equal(group.all_gather(rows).payload(), rows[None])
+    assert torch.equal(group.reduce_scatter(rows[None]).payload(), rows)
+    group.check()
     assert (group.bytes_sent, group.bytes_received) == (0, 0)
 
 
