@@ -1,7 +1,10 @@
 """Slots filled beside a serving engine: pulled from peers or read from the checkpoint, verified, one outcome each.
 
-An expert actor owns a `Filler`, and gives its peers `export_slots`. Waiting is the event loop's; copying, hashing and
-reading are done by one other thread at a time, slot by slot, so that the engine's thread finds a free core.
+An expert actor owns a `Filler`, and answers its peers as a `SlotGiver`. Waiting is the event loop's; copying, hashing
+and reading are done by one other thread at a time, slot by slot, so that the engine's thread finds a free core.
+
+Between GPUs of a node the copy engine fetches slots from the peer's memory, for which the peer lends them; else a peer
+sends copies of them through the object store.
 """
 
 from __future__ import annotations
@@ -9,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from ray.actor import ActorHandle
 
+from ray_moe.actors.fetch import Fetcher
 from ray_moe.controlplane.fetching import Fault, FillOrder, FillOutcome, FromCheckpoint, FromPeer
 from ray_moe.deadline import ray_await
-from ray_moe.errors import DigestMismatchError, RayMoEError, SlotError
+from ray_moe.errors import DigestMismatchError, NotServingError, RayMoEError, SlotError
 from ray_moe.weights.checkpoint import ExpertWeights
+from ray_moe.weights.copy_engine import Lane, Loan
 from ray_moe.weights.digest import parameter_digest
 from ray_moe.weights.slots import SlotPool, SlotState
 from ray_moe.weights.transfer import SlotBytes, Throttle, copy_slot, export_slot, import_slot
@@ -39,6 +44,7 @@ class Filler:
         peers: the actor of a rank; it answers `export_slots` as this class does.
         bytes_per_second: the cap for what this rank takes in and gives out together; None for none.
         deadline_s: how long a peer may take to answer, besides the time that its answer takes at the cap.
+        node, lane: where this rank is, and what fetches slots from the memory of others there; None for nothing.
     """
 
     def __init__(
@@ -50,16 +56,26 @@ class Filler:
         bytes_per_second: float | None = None,
         deadline_s: float,
         chunk_bytes: int = CHUNK_BYTES,
+        node: str = "",
+        lane: Lane | None = None,
     ) -> None:
         self._pool, self._read, self._peers = pool, read, peers
         self._throttle = Throttle(bytes_per_second)
         self._deadline_s, self._chunk_bytes = deadline_s, chunk_bytes
         self._filling: set[tuple[int, int]] = set()
         self._thread = asyncio.Lock()
+        self._fetcher = None if lane is None else Fetcher(pool, lane, peers, node=node, deadline_s=deadline_s)
 
     def pace(self, bytes_per_second: float | None) -> None:
         """Another cap from here on: an engine begins to serve in this process."""
         self._throttle = Throttle(bytes_per_second)
+        if self._fetcher is not None:
+            self._fetcher.pace(bytes_per_second)
+
+    def keep(self, ranks: Collection[int]) -> None:
+        """Let go of the memory of all other ranks: what a dead process had is not free before."""
+        if self._fetcher is not None:
+            self._fetcher.keep(ranks)
 
     async def fill(
         self, orders: Sequence[FillOrder], report: Callable[[FillOutcome], None] | None = None
@@ -90,11 +106,8 @@ class Filler:
             by_source.setdefault(source, []).append(order)
         try:
             async with asyncio.TaskGroup() as group:
-                for source, several in by_source.items():
-                    if isinstance(source, FromCheckpoint) or source == several[0].rank:
-                        group.create_task(self._take_here(several, settle))
-                    else:
-                        group.create_task(self._pull(source, several, settle))
+                for source, several in sorted(by_source.items(), key=_after_own):
+                    group.create_task(self._take(source, several, settle))
         finally:
             self._filling -= mine
         return tuple(outcomes[order] for order in orders)
@@ -110,7 +123,38 @@ class Filler:
                 given.append(error)
         return tuple(given)
 
+    def lend_slots(self, slots: Sequence[tuple[int, int]], node: str, seconds: float) -> Loan | None:
+        """As `Fetcher.lend`; None too where nothing is lent."""
+        return None if self._fetcher is None else self._fetcher.lend(slots, node, seconds)
+
+    def end_loan(self, number: int) -> None:
+        if self._fetcher is not None:
+            self._fetcher.end_loan(number)
+
     # ---- sources ----
+
+    async def _take(self, source: int | FromCheckpoint, orders: Sequence[FillOrder], settle: _Settle) -> None:
+        if isinstance(source, FromCheckpoint):
+            await self._take_here(orders, settle)
+        elif not await self._fetch(source, orders, settle):
+            own = source == orders[0].rank
+            await (self._take_here(orders, settle) if own else self._pull(source, orders, settle))
+
+    async def _fetch(self, rank: int, orders: Sequence[FillOrder], settle: _Settle) -> bool:
+        """Orders that read the memory of one rank's slots, all settled; False, and nothing is done, where none can."""
+        if self._fetcher is None:
+            return False
+        started = time.monotonic()
+
+        def hear(order: FillOrder, digest: str | Exception) -> None:
+            if isinstance(digest, Exception):
+                settle(self._failed(order, digest, started))
+            else:
+                settle(FillOutcome(order, digest, self._pool.slot_bytes(order.layer), time.monotonic() - started))
+
+        # Others may be fetched first.
+        nbytes = sum(self._pool.slot_bytes(layer) for layer, _ in self._filling)
+        return await self._fetcher.fetch(rank, orders, hear, nbytes)
 
     async def _pull(self, rank: int, orders: Sequence[FillOrder], settle: _Settle) -> None:
         """Orders that read one peer's slots."""
@@ -153,7 +197,7 @@ class Filler:
         """Orders that read this rank's own slots, or a checkpoint."""
         for order in orders:
             await asyncio.sleep(self._throttle.reserve(self._pool.slot_bytes(order.layer)))
-            await self._one(order, partial(self._take, order), time.monotonic(), settle)
+            await self._one(order, partial(self._read_here, order), time.monotonic(), settle)
 
     # ---- one slot, on the thread ----
 
@@ -163,7 +207,7 @@ class Filler:
             raise given
         return self._put(order, given.weights())
 
-    def _take(self, order: FillOrder) -> tuple[str, int]:
+    def _read_here(self, order: FillOrder) -> tuple[str, int]:
         layer, pool_slot, source = order.layer, order.pool_slot, order.source
         if isinstance(source, FromPeer):
             digest = copy_slot(self._pool, layer, source.pool_slot, pool_slot, order.digest, expert=order.expert)
@@ -223,6 +267,35 @@ class Filler:
     async def _beside(self, work: Callable[[], _T]) -> _T:
         async with self._thread:
             return await asyncio.to_thread(work)
+
+
+def _after_own(given: tuple[int | FromCheckpoint, Sequence[FillOrder]]) -> tuple[bool, int]:
+    """Sources are fetched one after another, and readers that all began with the same one would share its link."""
+    source, orders = given
+    if isinstance(source, FromCheckpoint):
+        return True, 0
+    return source < orders[0].rank, source
+
+
+class SlotGiver:
+    """What an actor with a `Filler` answers its peers that fill their own slots."""
+
+    _filler: Filler | None = None
+
+    async def export_slots(self, slots: Sequence[tuple[int, int]]) -> tuple[SlotBytes | Exception, ...]:
+        return await self._given.export_slots(slots)
+
+    async def lend_slots(self, slots: Sequence[tuple[int, int]], node: str, seconds: float) -> Loan | None:
+        return self._given.lend_slots(slots, node, seconds)
+
+    async def end_loan(self, number: int) -> None:
+        self._given.end_loan(number)
+
+    @property
+    def _given(self) -> Filler:
+        if self._filler is None:
+            raise NotServingError("this peer is not ready: allocate first")
+        return self._filler
 
 
 def _refused(order: FillOrder, error: str) -> FillOutcome:

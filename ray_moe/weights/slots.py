@@ -3,15 +3,20 @@
 A runner sees a layer's slab `gate_up [S, 2F, D]`, `down [S, D, F]` and the biases; a placement change fills free slots
 beside the ones in use and never touches those. Whoever copies weights out of a slot is a reader of it, and a slot that
 is being read is not released. Letters: S slots, D hidden, F ffn.
+
+Where other processes of the node read the slots themselves, all slabs lie in one allocation: opening it costs a reader
+milliseconds, however large it is, and a reader opens it once.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -73,11 +78,43 @@ class Slab:
         )
 
 
+# 128 bits that tell the bytes of a slot from others on the device (`kernels.digest`).
+Fingerprint = tuple[int, int]
+# (address on the pool's device, bytes) of each of a slot's tensors, in their canonical order.
+Places = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class MappedSlot:
+    """A resident slot as another process of the node reads it: (offset, bytes) of each tensor in the pool's allocation,
+    in their canonical order, and what those bytes are known by."""
+
+    spans: tuple[tuple[int, int], ...]
+    digest: str
+    fingerprint: Fingerprint
+
+
+class SlabMemory(Protocol):
+    """One allocation that other processes of the node can open."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], aligned to `ALIGNMENT`; called once."""
+        ...
+
+    def fingerprint(self, places: Places) -> Fingerprint:
+        """Of bytes that are complete. Waits for the device, with a deadline."""
+        ...
+
+
+ALIGNMENT = 512
+
+
 class SlotPool:
     """`capacity` slots in each of `layers`, allocated once, on one device and in one dtype.
 
     Safe for a filler beside readers: a slot being filled has no readers, and the state table is guarded by a lock that
-    is never held during a copy. `layout` is that of every layer, or gives it layer by layer.
+    is never held during a copy. `layout` is that of every layer, or gives it layer by layer. With `memory`, which is on
+    `device`, other processes can read the slots, and each is fingerprinted when it is filled.
 
     Raises ConfigError: no layers, a layer named twice, or a capacity under one.
     """
@@ -90,6 +127,7 @@ class SlotPool:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        memory: SlabMemory | None = None,
     ) -> None:
         if not layers or len(set(layers)) != len(layers):
             raise ConfigError(f"a slot pool needs at least one layer, each once; found {list(layers)}")
@@ -97,19 +135,12 @@ class SlotPool:
             raise ConfigError(f"a slot pool needs a capacity of at least 1 slot per layer; found {capacity}")
         self.layers, self.capacity, self.dtype = tuple(layers), capacity, dtype
         self._layouts = {layer: layout(layer) if callable(layout) else layout for layer in layers}
-        self._slabs = {
-            layer: Slab(
-                **{
-                    name: torch.empty((capacity, *shape), dtype=dtype, device=device)
-                    for name, shape in self._layouts[layer].shapes.items()
-                },
-                has_gate=self._layouts[layer].has_gate,
-            )
-            for layer in layers
-        }
+        self._memory, self._base = memory, 0
+        self._slabs, self._starts = self._allocate(device)
         self.device = self._slabs[self.layers[0]].gate_up.device
         self._states = {(layer, slot): SlotState.FREE for layer in layers for slot in range(capacity)}
         self._digests: dict[tuple[int, int], str] = {}
+        self._fingerprints: dict[tuple[int, int], Fingerprint] = {}
         self._readers: Counter[tuple[int, int]] = Counter()
         self._resident_bytes = self._peak_resident_bytes = 0
         self._lock = threading.Lock()
@@ -151,11 +182,9 @@ class SlotPool:
         digest = parameter_digest(self._slabs[layer].slot(pool_slot))
         if verify is not None:
             verify(digest)
-        with self._lock:
-            self._step(layer, pool_slot, SlotEvent.COMMIT)
-            self._digests[layer, pool_slot] = digest
-            self._resident_bytes += self._layouts[layer].nbytes(self.dtype)
-            self._peak_resident_bytes = max(self._peak_resident_bytes, self._resident_bytes)
+        # Of the same bytes: a copy that is found to have the one has the other.
+        fingerprint = None if self._memory is None else self._memory.fingerprint(self._places(layer, pool_slot))
+        self._commit(layer, pool_slot, digest, fingerprint)
         return digest
 
     def abandon_fill(self, layer: int, pool_slot: int) -> None:
@@ -173,6 +202,7 @@ class SlotPool:
                 raise SlotError(f"layer {layer} slot {pool_slot}: source in use: {readers} unfinished copies read it")
             self._step(layer, pool_slot, SlotEvent.RELEASE)
             del self._digests[layer, pool_slot]
+            self._fingerprints.pop((layer, pool_slot), None)
             self._resident_bytes -= self._layouts[layer].nbytes(self.dtype)
 
     def begin_read(self, layer: int, pool_slot: int) -> ExpertWeights:
@@ -188,6 +218,32 @@ class SlotPool:
             if not self._readers[layer, pool_slot]:
                 raise SlotError(f"layer {layer} slot {pool_slot}: no copy reads it")
             self._readers[layer, pool_slot] -= 1
+
+    # ---- the same by address, for copies between processes ----
+
+    def begin_mapped_read(self, layer: int, pool_slot: int) -> MappedSlot:
+        """As `begin_read`, for a reader in another process; it too ends by `end_read`.
+
+        Raises SlotError for a pool that no other process can open.
+        """
+        with self._lock:
+            self._require(layer, pool_slot, SlotState.RESIDENT)
+            slot = layer, pool_slot
+            if slot not in self._fingerprints:
+                raise SlotError(f"layer {layer} slot {pool_slot}: no other process can open this pool's memory")
+            self._readers[slot] += 1
+            spans = tuple((start + pool_slot * nbytes, nbytes) for start, nbytes in self._starts[layer])
+            return MappedSlot(spans, self._digests[slot], self._fingerprints[slot])
+
+    def begin_mapped_fill(self, layer: int, pool_slot: int) -> Places:
+        """As `begin_fill`, for a copy to addresses; end it by `commit_mapped_fill` or `abandon_fill`."""
+        self._advance(layer, pool_slot, SlotEvent.BEGIN)
+        return self._places(layer, pool_slot)
+
+    def commit_mapped_fill(self, layer: int, pool_slot: int, digest: str, fingerprint: Fingerprint) -> None:
+        """Makes a slot resident whose bytes, all of which have arrived, were found to have `fingerprint`: that of bytes
+        whose digest is known."""
+        self._commit(layer, pool_slot, digest, fingerprint)
 
     def weights(self, layer: int, pool_slot: int) -> ExpertWeights:
         """Views of a resident slot's weights (not copies); SlotError if it is not resident."""
@@ -239,6 +295,43 @@ class SlotPool:
     def allocated_bytes(self) -> int:
         """Bytes of all slabs, filled or not."""
         return sum(layout.nbytes(self.dtype) * self.capacity for layout in self._layouts.values())
+
+    def _allocate(self, device: torch.device | str) -> tuple[dict[int, Slab], dict[int, tuple[tuple[int, int], ...]]]:
+        """The slabs, and by layer where each tensor begins in the one allocation and a slot's bytes of it."""
+        starts: dict[int, tuple[tuple[int, int], ...]] = {}
+        end = 0
+        for layer in self.layers:
+            several = []
+            for shape in self._layouts[layer].shapes.values():
+                nbytes = math.prod(shape) * self.dtype.itemsize
+                several.append((end, nbytes))
+                end += -(-self.capacity * nbytes // ALIGNMENT) * ALIGNMENT
+            starts[layer] = tuple(several)
+        arena = None if self._memory is None else self._memory.allocate(end)
+        self._base = 0 if arena is None else arena.data_ptr()
+        slabs = {}
+        for layer, layout in self._layouts.items():
+            tensors = {}
+            for (name, shape), (start, nbytes) in zip(layout.shapes.items(), starts[layer], strict=True):
+                if arena is None:
+                    tensors[name] = torch.empty((self.capacity, *shape), dtype=self.dtype, device=device)
+                else:
+                    span = arena[start : start + self.capacity * nbytes]
+                    tensors[name] = span.view(self.dtype).view(self.capacity, *shape)
+            slabs[layer] = Slab(**tensors, has_gate=layout.has_gate)
+        return slabs, starts
+
+    def _places(self, layer: int, pool_slot: int) -> Places:
+        return tuple((self._base + start + pool_slot * nbytes, nbytes) for start, nbytes in self._starts[layer])
+
+    def _commit(self, layer: int, pool_slot: int, digest: str, fingerprint: Fingerprint | None) -> None:
+        with self._lock:
+            self._step(layer, pool_slot, SlotEvent.COMMIT)
+            self._digests[layer, pool_slot] = digest
+            if fingerprint is not None:
+                self._fingerprints[layer, pool_slot] = fingerprint
+            self._resident_bytes += self._layouts[layer].nbytes(self.dtype)
+            self._peak_resident_bytes = max(self._peak_resident_bytes, self._resident_bytes)
 
     def _advance(self, layer: int, pool_slot: int, event: SlotEvent) -> None:
         with self._lock:
