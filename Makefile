@@ -30,14 +30,16 @@ test: install
 test-full: install
 	@.venv/bin/python -m pytest -m "not gpu" $(ARGS)
 
-# On a CUDA host, with the Python there that has torch, triton, transformers and pytest: these need neither Ray nor
-# pydantic. The benchmark writes its record to OUT, or prints it.
+# On a CUDA host, with the Python there that has torch, triton, transformers, cupy and pytest: these need neither Ray nor
+# pydantic, but for the test of a whole cluster, which is skipped without them. What takes several GPUs is skipped, with
+# one line, where there are fewer. Benchmarks write their records to OUT, or print them.
 gpu-test:
-	@$(PYTHON) -m pytest -m gpu tests/kernels tests/unit/test_loop.py tests/unit/test_engine_parity.py \
-		tests/unit/test_sampling.py tests/unit/test_dummy.py $(ARGS)
+	@NCCL_NVLS_ENABLE=0 $(PYTHON) -m pytest -m gpu tests/kernels tests/gpu tests/unit/test_loop.py \
+		tests/unit/test_engine_parity.py tests/unit/test_sampling.py tests/unit/test_dummy.py $(ARGS)
 
 gpu-bench:
-	@$(PYTHON) -m ray_moe.bench.gpu_layer $(if $(OUT),--out $(OUT)) $(ARGS)
+	@for name in layer exchange window migration engine; do \
+		NCCL_NVLS_ENABLE=0 $(PYTHON) -m ray_moe.bench.gpu_$$name $(if $(OUT),--out $(OUT)) $(ARGS) || exit 1; done
 
 gpu-bundle: install
 	@scripts/gpu_bundle.sh

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 import torch
 
-from ray_moe.comm.join import transport_named
+from ray_moe.comm.join import FUSED_WINDOW, transport_named
 from ray_moe.comm.probe import probe
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
@@ -25,6 +26,7 @@ from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.engine.blocks import BlockFacts
 from ray_moe.engine.generation import Backend
 from ray_moe.engine.records import ModelFacts
+from ray_moe.engine.trunk import Trunk
 from ray_moe.errors import ConfigError
 from ray_moe.identity import CheckpointVersion, GlobalRank, ProcessGroupId
 from ray_moe.models import TINY_MOE, tiny_moe_path
@@ -32,6 +34,9 @@ from ray_moe.placement import PlacementSnapshot, ReleaseBundle
 from ray_moe.relations import require_capabilities
 from ray_moe.topology import Domain, GroupKind, ProcessGroupSpec, Topology, TopologyGroups, derive_groups
 from ray_moe.weights.checkpoint import check_supported, read_config, resolve_model
+
+if TYPE_CHECKING:
+    from ray_moe.comm.window import NodeWindow
 
 # Strategies without parts.
 _WHOLE = ("bulk", "shared_path")
@@ -117,8 +122,10 @@ def check_choices(config: ClusterConfig, hidden: int) -> None:
         require_capabilities(path, relations.symmetric_memory.requires, probe(config.device))
 
 
-def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int, BlockFacts]) -> Backend:
-    """How a peer of this cluster executes its layers."""
+def backend_of(
+    config: ClusterConfig, transport: Transport, blocks: Mapping[int, BlockFacts], workspaces: Workspaces | None
+) -> Backend:
+    """How a peer of this cluster executes its layers; `workspaces` are `workspaces_of` its configuration."""
     alternatives = {
         choice: (transport_named(name, transport.group, chunks=config.transport_chunks), runner)
         for choice in config.adaptive
@@ -135,7 +142,7 @@ def backend_of(config: ClusterConfig, transport: Transport, blocks: Mapping[int,
         executables=Executables(buckets, torch.device(config.device)) if buckets else None,
         alternatives=alternatives,
         chooser=Chooser(len(alternatives)) if alternatives else None,
-        workspaces=workspaces_of(config),
+        workspaces=workspaces,
     )
 
 
@@ -144,6 +151,25 @@ def workspaces_of(config: ClusterConfig) -> Workspaces | None:
     if config.runner != "grouped":
         return None
     return Workspaces(max(config.max_prefill_tokens, config.max_decode_rows), config.batch_invariant)
+
+
+def window_of(config: ClusterConfig, rank: GlobalRank, trunk: Trunk) -> NodeWindow | None:
+    """This process's window, for all epochs that it will have a seat in; None where no rows go over windows."""
+    if config.transport != FUSED_WINDOW:
+        return None
+    from ray_moe.comm.window import NodeWindow  # with its launches: not where there is no triton
+    from ray_moe.kernels.window import Regions
+
+    regions = Regions.plan(
+        config.window_peers,
+        max(config.max_prefill_tokens, config.max_decode_rows),
+        trunk.top_k,
+        trunk.hidden_size,
+        getattr(torch, config.dtype),
+        quantized=config.payload == "fp8_block",
+        partial=config.gate_location == "expert",
+    )
+    return NodeWindow(regions, rank, trunk.device, config.step_deadline_s)
 
 
 def transport_over(config: ClusterConfig, joined_as: ClusterConfig, seat: Transport) -> Transport:

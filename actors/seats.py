@@ -11,11 +11,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
 
-from ray_moe.actors.bringup import backend_of, groups_of, release_bundle, transport_over
+from ray_moe.actors.bringup import (
+    backend_of,
+    groups_of,
+    release_bundle,
+    transport_over,
+    window_of,
+    workspaces_of,
+)
 from ray_moe.actors.memory import require_room
 from ray_moe.actors.model import LoadedModel, load_model
 from ray_moe.actors.routing import Grant
@@ -26,6 +33,7 @@ from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.layouts import expert_layout, require_layout
 from ray_moe.controlplane.rollout import Did, Heard, RolesOrder
 from ray_moe.dataplane.layer import LayerCounters
+from ray_moe.dataplane.local import Workspaces
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.deadline import ray_await, wait_for
 from ray_moe.engine.blocks import overlap_shared
@@ -38,6 +46,9 @@ from ray_moe.identity import GlobalRank
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
 from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.slots import SlotPool
+
+if TYPE_CHECKING:
+    from ray_moe.comm.window import NodeWindow
 
 # Runs blocking work off the event loop: what an actor calls `_beside`.
 RunBeside = Callable[..., Awaitable[Any]]
@@ -66,6 +77,8 @@ class Seats:
         self._transports: dict[int, Transport] = {}  # by epoch
         self._joined_as: dict[int, ClusterConfig] = {}
         self._backends: dict[tuple[int, str], Backend] = {}  # by epoch and release
+        self._window: NodeWindow | None = None
+        self._workspaces: dict[tuple[int, bool], Workspaces] = {}  # whose addresses captured launches hold
         self._views: dict[int, GenerationView] = {}  # by generation, of leases that are out
         self._joining: dict[int, asyncio.Task[None]] = {}
         self._grants: dict[int, Grant] = {}  # by generation
@@ -111,7 +124,12 @@ class Seats:
         config = self._config
         self._joined_as[spec.epoch] = config
         self._transports[spec.epoch] = await self._beside(
-            partial(join_transport, chunks=config.transport_chunks),
+            partial(
+                join_transport,
+                chunks=config.transport_chunks,
+                device=self._pool.device,
+                window=self._window_for(config),
+            ),
             config.group,
             config.transport,
             groups_of(config, spec, topology),
@@ -119,6 +137,16 @@ class Seats:
             store,
             config.step_deadline_s,
         )
+
+    def _window_for(self, config: ClusterConfig) -> NodeWindow | None:
+        """Of the model that came first: epochs come and go, a window stays, and with it what was captured over it."""
+        if self._window is None:
+            self._window = window_of(config, self._rank, next(iter(self._models.values())).trunk)
+        return self._window
+
+    def _workspaces_for(self, config: ClusterConfig) -> Workspaces | None:
+        made = workspaces_of(config)
+        return made if made is None else self._workspaces.setdefault((made.max_tokens, made.batch_invariant), made)
 
     def close(self, epoch: int) -> None:
         """Give an epoch up: peers that wait in it get an error at once. One that was never joined is fine."""
@@ -301,7 +329,9 @@ class Seats:
         backend = self._backends.get((epoch, release_id))
         if backend is None:
             transport = transport_over(grant.config, self._joined_as[epoch], seat)
-            backend = self._backends[epoch, release_id] = backend_of(grant.config, transport, model.blocks)
+            backend = self._backends[epoch, release_id] = backend_of(
+                grant.config, transport, model.blocks, self._workspaces_for(grant.config)
+            )
         if release_id not in self._counters:
             fresh = {layer: LayerCounters() for layer in model.facts.moe_layers}
             self._counters[release_id], self._first_counters = self._first_counters or fresh, None

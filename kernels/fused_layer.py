@@ -21,6 +21,7 @@ from ray_moe.kernels import decode_layer, grouped_gemm, warp_gemm
 from ray_moe.kernels.activation import SwiGLU
 from ray_moe.kernels.combine import combine
 from ray_moe.kernels.decode_layer import DecodeBuffers, DecodeTile
+from ray_moe.kernels.epilogue import Home
 from ray_moe.kernels.gemv_layer import GemvBuffers, GemvTile, gemv_layer
 from ray_moe.kernels.grouped_gemm import Tile
 from ray_moe.kernels.launch import is_hopper
@@ -144,17 +145,27 @@ class FusedLayer:
             self.down(num_tokens, slots_E, tiling)
             combine(workspace.rows_RD, workspace.maps[tiling.rows].position_N, gates_TK, workspace.shape.top_k, out_TD)
 
-    def experts(self, hidden_TD: Tensor, ids_TK: Tensor, slots_E: Tensor, rows_RD: Tensor, position_N: Tensor) -> None:
-        """The experts' results of all routes, before any gate: `rows_RD` [T * K, D], expert-major, and where route n's
-        lies, `position_N` int32 [T * K], -1 where it is nobody's. The same arguments as a call's otherwise, and the
-        tiles of the batch-invariant mode."""
-        shape, workspace = self.workspace.shape, self.workspace
+    def experts(
+        self, hidden_TD: Tensor, ids_TK: Tensor, slots_E: Tensor, rows_RD: Tensor | None = None,
+        position_N: Tensor | None = None, home: tuple[Tensor, int, int] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The experts' results of all routes, before any gate, by the tiles of the batch-invariant mode.
+
+        Returns rows [T * K, D], expert-major, and where route n's lies, int32 [T * K], -1 where it is nobody's: in the
+        workspace, or where they are wanted. With `home` (`Home`'s windows, routes and offset) results go there instead.
+        """
+        shape, workspace, routes = self.workspace.shape, self.workspace, ids_TK.numel()
         tiling = choose(hidden_TD.shape[0], shape, workspace.hopper, batch_invariant=True)
         assert isinstance(tiling, GroupedTiles)
-        maps = replace(workspace.maps[tiling.rows], position_N=position_N)
+        maps = workspace.maps[tiling.rows]
+        if position_N is not None:
+            maps = replace(maps, position_N=position_N)
+        if rows_RD is None:
+            rows_RD = workspace.rows_RD[:routes]
         route(ids_TK.view(-1), shape.num_experts, maps)
         self.gate_up(hidden_TD, slots_E, tiling)
-        self.down(hidden_TD.shape[0], slots_E, tiling, rows_RD)
+        self.down(hidden_TD.shape[0], slots_E, tiling, rows_RD, None if home is None else Home(maps.source_N, *home))
+        return rows_RD, maps.position_N
 
     def tiling_of(self, num_tokens: int) -> Tiling:
         """How so many tokens are run."""
@@ -165,6 +176,11 @@ class FusedLayer:
         if isinstance(chosen, DecodeTile) and self.slabs.down_bias is not None:  # it adds none
             return choose(num_tokens, workspace.shape, workspace.hopper, batch_invariant=True)
         return chosen
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """What captured launches hold of this layer."""
+        return (id(self.workspace), self.slabs.gate_up.data_ptr(), self.slabs.down.data_ptr())
 
     def compile(self) -> None:
         """Run every way that the tables have for up to `max_tokens` tokens once, with routes that are nobody's."""
@@ -189,7 +205,14 @@ class FusedLayer:
             slabs.activation, tile, acts_RF,
         )  # fmt: skip
 
-    def down(self, num_tokens: int, slots_E: Tensor, tiling: GroupedTiles, rows_RD: Tensor | None = None) -> None:
+    def down(
+        self,
+        num_tokens: int,
+        slots_E: Tensor,
+        tiling: GroupedTiles,
+        rows_RD: Tensor | None = None,
+        home: Home | None = None,
+    ) -> None:
         workspace, bias, tile = self.workspace, self.slabs.down_bias, tiling.down
         rows = num_tokens * workspace.shape.top_k
         acts_RF = workspace.acts_RF[:rows]
@@ -197,9 +220,9 @@ class FusedLayer:
         tiles, weights = workspace.maps[tiling.rows].tiles, self._weights("down", tile)
         if isinstance(tile, WarpTile):
             acts = self._descriptor("acts", tile, partial(warp_gemm.rows_descriptor, workspace.acts_RF))
-            warp_gemm.down_product(acts, tiles, slots_E, weights, bias, None, tile, rows_RD)
+            warp_gemm.down_product(acts, tiles, slots_E, weights, bias, None, tile, rows_RD, home)
         else:
-            grouped_gemm.down_product(acts_RF, tiles, slots_E, weights, bias, None, tile, rows_RD)
+            grouped_gemm.down_product(acts_RF, tiles, slots_E, weights, bias, None, tile, rows_RD, home)
 
     def _weights(self, name: str, tile: Tile | WarpTile | DecodeTile) -> Any:
         slab = getattr(self.slabs, name)

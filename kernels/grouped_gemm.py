@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ray_moe.kernels.activation import SwiGLU
-from ray_moe.kernels.epilogue import swiglu
+from ray_moe.kernels.epilogue import Home, at_home, home_arguments, swiglu
 from ray_moe.kernels.launch import dependent
 from ray_moe.kernels.routing import RowTiles, most_tiles
 
@@ -88,17 +88,20 @@ def down_product(
     gates_R: Tensor | None,
     tile: Tile,
     out_RD: Tensor,
+    home: Home | None = None,
 ) -> None:
     """Row r of `out_RD` = down product of row r of `acts_RF`, times `gates_R[r]` where the ABI's gate is at the expert.
 
-    Twin: `reference_grouped.grouped_down`. Example (D = F = 1): down 2, rows [[1], [3]] -> [[2], [6]].
+    With `home` each row goes to its route's place in its origin's window. Twin: `reference_grouped.grouped_down`.
+    Example (D = F = 1): down 2, rows [[1], [3]] -> [[2], [6]].
     """
-    _launch(acts_RF, None, 1, tiles, slots_S, weights, bias, gates_R, None, tile, out_RD)
+    _launch(acts_RF, None, 1, tiles, slots_S, weights, bias, gates_R, None, tile, out_RD, home)
 
 
 def _launch(
     rows: Tensor, source: Tensor | None, top_k: int, tiles: RowTiles, slots_S: Tensor, weights: TensorDescriptor,
     bias: Tensor | None, gates_R: Tensor | None, activation: SwiGLU | None, tile: Tile, out: Tensor,
+    home: Home | None = None,
 ) -> None:  # fmt: skip
     width, depth = out.shape[1] * (2 if activation is not None else 1), rows.shape[1]
     if out.shape[0] == 0:
@@ -111,7 +114,7 @@ def _launch(
             for height in (tile.rows, tile.rows // 2)
         )
     _grouped_kernel[(most_tiles(out.shape[0], slots_S.numel(), tile.rows) * blocks,)](
-        rows, whole, half, source, slots_S, weights, bias, gates_R, out,
+        rows, whole, half, source, slots_S, weights, bias, gates_R, out, home_arguments(home),
         tiles.segment_M, tiles.row_M, tiles.end_M, tiles.count_1,
         N=width, K=depth, TOP_K=top_k, BM=tile.rows, BN=tile.columns, BK=tile.depth, GROUP=tile.group,
         GATED=activation is not None, ACTIVATION=_numbers(activation), SWAPPED=tile.swapped,
@@ -126,7 +129,7 @@ def _numbers(activation: SwiGLU | None) -> tuple[float | None, float, float] | N
 
 @triton.jit
 def _grouped_kernel(
-    rows, rows_whole, rows_half, source, slots, weights, bias, gates, out, segment_M, row_M, end_M, count_1,
+    rows, rows_whole, rows_half, source, slots, weights, bias, gates, out, home, segment_M, row_M, end_M, count_1,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, SWAPPED: tl.constexpr,
     SHORT_TAIL: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
@@ -150,19 +153,19 @@ def _grouped_kernel(
     slot = tl.load(slots + tl.load(segment_M + m))
     if SHORT_TAIL:
         if count <= BM // 2:
-            _tile(rows, rows_half, source, weights, bias, gates, out, slot, row, count, n, N, K, TOP_K, BM // 2, BN, BK,
-                  GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
+            _tile(rows, rows_half, source, weights, bias, gates, out, home, slot, row, count, n, N, K, TOP_K, BM // 2,
+                  BN, BK, GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
         else:
-            _tile(rows, rows_whole, source, weights, bias, gates, out, slot, row, count, n, N, K, TOP_K, BM, BN, BK,
-                  GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
+            _tile(rows, rows_whole, source, weights, bias, gates, out, home, slot, row, count, n, N, K, TOP_K, BM, BN,
+                  BK, GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
     else:
-        _tile(rows, rows_whole, source, weights, bias, gates, out, slot, row, count, n, N, K, TOP_K, BM, BN, BK,
+        _tile(rows, rows_whole, source, weights, bias, gates, out, home, slot, row, count, n, N, K, TOP_K, BM, BN, BK,
               GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
 
 
 @triton.jit
 def _tile(
-    rows, rows_desc, source, weights, bias, gates, out, slot, row, count, n, N: tl.constexpr, K: tl.constexpr,
+    rows, rows_desc, source, weights, bias, gates, out, home, slot, row, count, n, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, SWAPPED: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
@@ -213,5 +216,8 @@ def _tile(
             result += tl.load(bias + slot.to(tl.int64) * N + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         if gates is not None:
             result *= tl.load(gates + row + i, mask=i < count, other=0.0).to(tl.float32)[:, None]
-    target = out + (row + i).to(tl.int64)[:, None] * WIDTH + column[None, :]
+    if home is None:
+        target = out + (row + i).to(tl.int64)[:, None] * WIDTH + column[None, :]
+    else:
+        target = at_home(home, row + i, i < count, WIDTH, out.dtype.element_ty)[:, None] + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=(i < count)[:, None] & inside[None, :])

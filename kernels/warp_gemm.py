@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ray_moe.kernels.epilogue import Home, home_arguments
 from ray_moe.kernels.launch import multiprocessors
 from ray_moe.kernels.routing import RowTiles
 
@@ -66,13 +67,15 @@ def down_product(
     gates_R: Tensor | None,
     tile: WarpTile,
     out_RD: Tensor,
+    home: Home | None = None,
 ) -> None:
     """`grouped_gemm.down_product` in bf16 of the rows that `rows` reads; F a multiple of 64."""
     if out_RD.shape[0] == 0:
         return
     programs = multiprocessors(out_RD.device)
     _down_kernel[(programs,)](
-        rows, slots_S, weights, bias, gates_R, out_RD, tiles.segment_M, tiles.row_M, tiles.end_M, tiles.count_1,
+        rows, slots_S, weights, bias, gates_R, out_RD, home_arguments(home),
+        tiles.segment_M, tiles.row_M, tiles.end_M, tiles.count_1,
         N=out_RD.shape[1], K=rows.shape[1], STAGES=_STAGES, GROUP=tile.group, PROGRAMS=programs, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
@@ -91,6 +94,16 @@ def tile_at(p, num_tiles, maps, slots, BLOCKS: gl.constexpr, GROUP: gl.constexpr
 
 
 @gluon.jit
+def _at_home(home, r, mask, WIDTH: gl.constexpr):
+    """`epilogue.at_home` in this language."""
+    source, windows, routes, offset = home
+    n = gl.load(source + r, mask=mask, other=0)
+    peer = n // routes
+    place = gl.load(windows + peer, mask=mask, other=0) + offset + (n - peer * routes).to(gl.int64) * (WIDTH * 2)
+    return gl.multiple_of(place.to(gl.pointer_type(gl.bfloat16)), 16)
+
+
+@gluon.jit
 def _multiply(
     shared,
     maps,
@@ -99,6 +112,7 @@ def _multiply(
     bias,
     gates,
     out,
+    home,
     HALF: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -146,7 +160,10 @@ def _multiply(
             left, right = gl.split(total.to(gl.bfloat16).reshape([_HALF, 2, HB]).permute((0, 2, 1)))
             mask = (i < count)[:, None]
             c = n * BN + column
-            at = out + (row + i).to(gl.int64)[:, None] * N + c[None, :]
+            if home is None:
+                at = out + (row + i).to(gl.int64)[:, None] * N + c[None, :]
+            else:
+                at = _at_home(home, row + i, i < count, N)[:, None] + c[None, :]
             gl.store(at, gl.convert_layout(left, stored), mask=mask & (c < N)[None, :])
             gl.store(at + HB, gl.convert_layout(right, stored), mask=mask & (c + HB < N)[None, :])
         else:
@@ -198,6 +215,7 @@ def _down_kernel(
     bias,
     gates,
     out,
+    home,
     segment_M,
     row_M,
     end_M,
@@ -225,8 +243,8 @@ def _down_kernel(
     shared = (a_bufs, w_bufs, full, empty)
     gl.warp_specialize(
         [
-            (_multiply, (shared, maps, count_1, slots, bias, gates, out, upper, N, K, STAGES, GROUP, PROGRAMS)),
-            (_multiply, (shared, maps, count_1, slots, bias, gates, out, lower, N, K, STAGES, GROUP, PROGRAMS)),
+            (_multiply, (shared, maps, count_1, slots, bias, gates, out, home, upper, N, K, STAGES, GROUP, PROGRAMS)),
+            (_multiply, (shared, maps, count_1, slots, bias, gates, out, home, lower, N, K, STAGES, GROUP, PROGRAMS)),
             (_load, (rows, weights, shared, slots, maps, count_1, N, K, STAGES, GROUP, PROGRAMS)),
         ],
         [4, 1],

@@ -25,11 +25,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from ray_moe.errors import ConfigError
 from ray_moe.kernels.epilogue import weighted
 from ray_moe.kernels.launch import dependent, multiprocessors
+from ray_moe.kernels.quantize import fp8_scale
 
 # Words of the cell, int64. Peers and mine are the epoch's, limit is the longest wait in nanoseconds. Each phase counts
 # its own launches, so that chunks may be pushed ahead of those that are collected; all peers count alike.
-PEERS, MINE, LIMIT, PUSHES, WAITS, COLLECTS, FAILED, _PUSHED, _COLLECTED = (tl.constexpr(word) for word in range(9))
+PEERS, MINE, LIMIT, PUSHES, WAITS, COLLECTS, FAILED, _PUSHED, COLLECTED = (tl.constexpr(word) for word in range(9))
 CELL_WORDS = 16
+SCALE_BLOCK = 128
 EPOCH_SHIFT = 32
 # Phases as a failure names them.
 PHASES = ("rows", "results")
@@ -43,7 +45,8 @@ class Regions:
     """Byte offsets in every window, alike on all peers; token slots are `max_peers * capacity`.
 
     rows [M * C, D], ids int32 [M * C, K] (-1: not this peer's), results [M * C * K, D], positions int32 [M * C * K],
-    and two flags int64 for every peer.
+    and two flags int64 for every peer. `quantized`: rows are FP8 and have scales fp32 [M * C, D / 128] beside them.
+    `partial`: gates fp32 [M * C, K] travel with the ids, and results are one row for each token and peer [M * C, D].
     """
 
     max_peers: int
@@ -51,8 +54,12 @@ class Regions:
     top_k: int
     hidden: int
     dtype: torch.dtype
+    quantized: bool
+    partial: bool
     rows: int
+    scales: int
     ids: int
+    gates: int
     results: int
     positions: int
     arrived: int
@@ -60,24 +67,35 @@ class Regions:
     nbytes: int
 
     @staticmethod
-    def plan(max_peers: int, capacity: int, top_k: int, hidden: int, dtype: torch.dtype) -> Regions:
-        """Raises `ConfigError` for fewer than one of anything, and rows that are no whole 16-byte units."""
+    def plan(
+        max_peers: int, capacity: int, top_k: int, hidden: int, dtype: torch.dtype, *, quantized: bool = False,
+        partial: bool = False,
+    ) -> Regions:  # fmt: skip
+        """Raises `ConfigError` for fewer than one of anything, rows that are no whole 16-byte units, and FP8 rows of
+        other than whole blocks of 128."""
         for name, value in (("max_peers", max_peers), ("capacity", capacity), ("top_k", top_k), ("hidden", hidden)):
             if value < 1:
                 raise ConfigError(f"window {name} must be at least 1, found {value}")
         if hidden * dtype.itemsize % 16:
             raise ConfigError(f"window rows must be whole 16-byte units, found {hidden} elements of {dtype}")
+        if quantized and hidden % SCALE_BLOCK:
+            raise ConfigError(f"FP8 rows in windows must be whole blocks of {SCALE_BLOCK}, found {hidden} elements")
         tokens, row = max_peers * capacity, hidden * dtype.itemsize
-        sizes = (
-            tokens * row,
-            tokens * top_k * 4,
-            tokens * top_k * row,
-            tokens * top_k * 4,
-            max_peers * 8,
-            max_peers * 8,
-        )
+        routes, ints, flags = tokens * top_k, tokens * top_k * 4, max_peers * 8
+        sent, scales = (tokens * hidden, tokens * hidden // SCALE_BLOCK * 4) if quantized else (tokens * row, 0)
+        gates, results, positions = (ints, tokens * row, 0) if partial else (0, routes * row, ints)
+        sizes = (sent, scales, ints, gates, results, positions, flags, flags)
         bounds = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        return Regions(max_peers, capacity, top_k, hidden, dtype, *bounds)
+        return Regions(max_peers, capacity, top_k, hidden, dtype, quantized, partial, *bounds)
+
+    @property
+    def token_slots(self) -> int:
+        """Of all peers."""
+        return self.max_peers * self.capacity
+
+    def result_offset(self, part: Part) -> int:
+        """Where a part's own routes have their results, once they are `Home`."""
+        return self.results + part.start * self.top_k * self.hidden * self.dtype.itemsize
 
     def view(self, window: Tensor, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
         """A region of a window's bytes as a tensor of its own shape."""
@@ -100,24 +118,31 @@ class Part:
     def tokens(self) -> int:
         return self.capacity * self.peers
 
+    @property
+    def start(self) -> int:
+        """The first token of the part, of a peer's own."""
+        return self.first // self.peers
+
 
 def push(
     hidden_TD: Tensor, ids_TK: Tensor, table_XE: Tensor, windows_M: Tensor, cell: Tensor, regions: Regions, part: Part,
-    count_1: Tensor | None = None,
+    gates_TK: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Give T <= C tokens to the peers that own their experts, and tell every peer that they are there.
 
     `table_XE` int32: row 1 the number of an expert's replicas, row 2 + j the peer slot of replica j; which one a route
-    takes is `policies.TokenHash`'s choice. Ids outside [0, E) are nobody's. `count_1` int32 says on the device how many
-    tokens are real. Example: T = 1, K = 2, ids [[0, 1]], expert 0 at peer 1, expert 1 at peer 0 -> both windows get the
-    row; ids at peer 0 [-1, 1], at peer 1 [0, -1].
+    takes is `policies.TokenHash`'s choice. Ids outside [0, E) are nobody's. `gates_TK` travel
+    where the regions have a place for them. Example: T = 1, K = 2, ids [[0, 1]],
+    expert 0 at peer 1, expert 1 at peer 0 -> both windows get the row; ids at peer 0 [-1, 1], at peer 1 [0, -1].
     """
     chunks = triton.cdiv(regions.hidden, _BLOCK)
     programs = max(1, min(part.capacity * chunks, _WAVES * multiprocessors(cell.device)))
     _push_kernel[(programs,)](
-        hidden_TD, ids_TK, table_XE, windows_M, cell, count_1, hidden_TD.shape[0], part.capacity, part.first,
-        table_XE.shape[1], ROWS=regions.rows, IDS=regions.ids, FLAGS=regions.arrived, D=regions.hidden,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks, **_shape(regions, programs),
+        hidden_TD, ids_TK, gates_TK if regions.partial else None, table_XE, windows_M, cell,
+        hidden_TD.shape[0], part.capacity, part.first, table_XE.shape[1], QUANTIZED=regions.quantized,
+        ROWS=regions.rows, SCALES=regions.scales, IDS=regions.ids, GATES=regions.gates, FLAGS=regions.arrived,
+        D=regions.hidden, BLOCK=min(_BLOCK, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks,
+        **_shape(regions),
         num_warps=4, **dependent(cell.device),
     )  # fmt: skip
 
@@ -137,12 +162,13 @@ def wait(window: Tensor, cell: Tensor, failure: Tensor, regions: Regions, part: 
 
 def collect(
     ids_TK: Tensor, gates_TK: Tensor, table_XE: Tensor, window: Tensor, windows_M: Tensor, cell: Tensor,
-    failure: Tensor, regions: Regions, part: Part, out_TD: Tensor, count_1: Tensor | None = None,
+    failure: Tensor, regions: Regions, part: Part, out_TD: Tensor, *, pull: bool = True,
 ) -> None:  # fmt: skip
     """Tell every peer that its results are here, wait for theirs, and sum: out[t] = sum over k of gate * result.
 
     Products in the promoted dtype of results and gates, sums in fp32 in route-slot order (specification 0x03C3), as
-    `combine.combine` has them. A real token without a route becomes zero.
+    `combine.combine` has them. A real token without a route becomes zero. Results are pulled from their owners, or are
+    `Home` already.
     """
     # Programs that wait must not keep the one that tells the others from running: all of them run at once.
     chunk = _BLOCK if out_TD.shape[0] >= 256 else 512
@@ -150,20 +176,20 @@ def collect(
     programs = max(1, min(out_TD.shape[0] * chunks, _WAVES * multiprocessors(cell.device)))
     flags = regions.view(window, regions.ready, torch.int64, regions.max_peers)
     _collect_kernel[(programs,)](
-        ids_TK, gates_TK, table_XE, windows_M, cell, flags, failure, out_TD, count_1, out_TD.shape[0], part.capacity,
-        part.first, table_XE.shape[1],
+        ids_TK, gates_TK, table_XE, windows_M, window, cell, flags, failure, out_TD, out_TD.shape[0],
+        part.capacity, part.first, part.start, table_XE.shape[1], PULL=pull,
         RESULTS=regions.results, POSITIONS=regions.positions, FLAGS=regions.ready, D=regions.hidden,
-        BLOCK=min(chunk, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks, **_shape(regions, programs),
+        BLOCK=min(chunk, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks, **_shape(regions),
         num_warps=4, **dependent(cell.device),
     )  # fmt: skip
 
 
-def _shape(regions: Regions, programs: int) -> dict[str, int]:
-    return {"K": regions.top_k, "KP": triton.next_power_of_2(regions.top_k), "PROGRAMS": programs}
+def _shape(regions: Regions) -> dict[str, int]:
+    return {"K": regions.top_k, "KP": triton.next_power_of_2(regions.top_k)}
 
 
 @triton.jit
-def _owner(e, known, n, mine, table, E):
+def owner_of(e, known, n, mine, table, E):
     """The peer slot of the replica that semantic route n of expert e takes: `policies.TokenHash`."""
     key = (mine * 1000003 + n + e.to(tl.int64) * 40503) * -7046029254386353131
     number = (key >> 33) & 0x7FFFFFFF
@@ -172,7 +198,16 @@ def _owner(e, known, n, mine, table, E):
 
 
 @triton.jit
-def _tell_all(windows, num_peers, mine, value, FLAGS: tl.constexpr):
+def _quantized(row, BLOCK: tl.constexpr):
+    """FP8 data [BLOCK] and scales [BLOCK / 128] of fp32 numbers, as `quantize.quantize_rows` has them."""
+    values = tl.reshape(row, (BLOCK // 128, 128))
+    broken = tl.max((values != values).to(tl.int32), axis=1) > 0
+    scale = tl.where(broken, float("nan"), fp8_scale(tl.max(tl.abs(values), axis=1)))
+    return tl.reshape(tl.div_rn(values, scale[:, None]).to(tl.float8e4nv), (BLOCK,)), scale
+
+
+@triton.jit
+def tell_all(windows, num_peers, mine, value, FLAGS: tl.constexpr):
     """After all that this program and those it has heard of wrote: raise my flag in every window."""
     for p in range(num_peers):
         flag = (tl.load(windows + p) + FLAGS).to(tl.pointer_type(tl.int64)) + mine
@@ -180,7 +215,7 @@ def _tell_all(windows, num_peers, mine, value, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def _hear_from_all(flags, value, cell, failure, num_peers, PHASE: tl.constexpr):
+def hear_from_all(flags, value, cell, failure, num_peers, PHASE: tl.constexpr):
     """Wait for every peer's flag to reach `value`; whether one did not, within the limit."""
     limit = tl.load(cell + LIMIT)
     missing = 0
@@ -203,9 +238,9 @@ def _hear_from_all(flags, value, cell, failure, num_peers, PHASE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "C", "first"])
 def _push_kernel(
-    hidden, ids, table, windows, cell, count_1, T, C, first, E, ROWS: tl.constexpr, IDS: tl.constexpr,
-    FLAGS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    hidden, ids, gates, table, windows, cell, T, C, first, E, QUANTIZED: tl.constexpr, ROWS: tl.constexpr,
+    SCALES: tl.constexpr, IDS: tl.constexpr, GATES: tl.constexpr, FLAGS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -214,39 +249,44 @@ def _push_kernel(
         return
     num_peers, mine = tl.load(cell + PEERS), tl.load(cell + MINE)
     value = tl.load(cell + PUSHES) + 1
-    real = T
-    if count_1 is not None:
-        real = tl.minimum(real, tl.load(count_1))
     k = tl.arange(0, KP)
-    for item in range(tl.program_id(0), C * CHUNKS, PROGRAMS):
+    for item in range(tl.program_id(0), C * CHUNKS, tl.num_programs(0)):
         t = item // CHUNKS
         d = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
         n = t * K + k
-        e = tl.load(ids + n, mask=(t < real) & (k < K), other=-1).to(tl.int32)
+        e = tl.load(ids + n, mask=(t < T) & (k < K), other=-1).to(tl.int32)
         known = (e >= 0) & (e < E)
-        owner = _owner(e, known, n, mine, table, E)
-        row = tl.load(hidden + t.to(tl.int64) * D + d, mask=(t < real) & (d < D), other=0.0)
+        owner = owner_of(e, known, n, mine, table, E)
+        row = tl.load(hidden + t.to(tl.int64) * D + d, mask=(t < T) & (d < D), other=0.0)
+        if QUANTIZED:
+            row, scale = _quantized(row.to(tl.float32), BLOCK)
         at = first + mine * C + t
         for p in range(num_peers):
             base = tl.load(windows + p)
             theirs = owner == p
             if tl.sum(theirs.to(tl.int32)) > 0:
-                rows = tl.multiple_of((base + ROWS).to(tl.pointer_type(hidden.dtype.element_ty)), 16)
+                rows = tl.multiple_of((base + ROWS).to(tl.pointer_type(row.dtype)), 16)
                 tl.store(rows + at * D + d, row, mask=d < D)
+                if QUANTIZED:
+                    b = (item % CHUNKS) * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+                    scales = (base + SCALES).to(tl.pointer_type(tl.float32)) + at * (D // 128)
+                    tl.store(scales + b, scale, mask=b < D // 128)
             if item % CHUNKS == 0:
                 tl.store((base + IDS).to(tl.pointer_type(tl.int32)) + at * K + k, tl.where(theirs, e, -1), mask=k < K)
+                if gates is not None:
+                    gate = tl.load(gates + n, mask=theirs & (k < K), other=0.0).to(tl.float32)
+                    tl.store((base + GATES).to(tl.pointer_type(tl.float32)) + at * K + k, gate, mask=k < K)
     # All threads' stores first; who is last has heard of every program's.
     tl.debug_barrier()
-    if tl.atomic_add(cell + _PUSHED, 1, sem="acq_rel", scope="sys") == PROGRAMS - 1:
+    if tl.atomic_add(cell + _PUSHED, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
         tl.atomic_xchg(cell + _PUSHED, tl.zeros((), tl.int64))
-        _tell_all(windows, num_peers, mine, value, FLAGS)
+        tell_all(windows, num_peers, mine, value, FLAGS)
         tl.store(cell + PUSHES, value)
 
 
 @triton.jit(do_not_specialize=["C", "first", "M"])
 def _wait_kernel(flags, cell, failure, ids, C, first, M, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     if tl.load(cell + FAILED) != 0:
         return
@@ -256,15 +296,19 @@ def _wait_kernel(flags, cell, failure, ids, C, first, M, K: tl.constexpr, BLOCK:
     absent = first + num_peers * C
     for start in range(absent * K, (first + M * C) * K, BLOCK):
         tl.store(ids + start + i, tl.full((BLOCK,), -1, tl.int32), mask=start + i < (first + M * C) * K)
-    _hear_from_all(flags, value, cell, failure, num_peers, 0)
+    hear_from_all(flags, value, cell, failure, num_peers, 0)
+    if PDL:
+        # No earlier: launches that only wait for this one would take the room of pushes that it waits for.
+        gdc_launch_dependents()
     tl.store(cell + WAITS, value)
 
 
-@triton.jit(do_not_specialize=["T", "C", "first"])
+@triton.jit(do_not_specialize=["T", "C", "first", "begin"])
 def _collect_kernel(
-    ids, gates, table, windows, cell, flags, failure, out, count_1, T, C, first, E, RESULTS: tl.constexpr,
+    ids, gates, table, windows, window, cell, flags, failure, out, T, C, first, begin, E, PULL: tl.constexpr,
+    RESULTS: tl.constexpr,
     POSITIONS: tl.constexpr, FLAGS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -275,15 +319,12 @@ def _collect_kernel(
     value = tl.load(cell + COLLECTS) + 1
     if tl.program_id(0) == 0:
         # The experts' launches have ended: what they wrote is here for everybody.
-        _tell_all(windows, num_peers, mine, value, FLAGS)
-    real = T
-    if count_1 is not None:
-        real = tl.minimum(real, tl.load(count_1))
-    missing = _hear_from_all(flags, value, cell, failure, num_peers, 1)
+        tell_all(windows, num_peers, mine, value, FLAGS)
+    missing = hear_from_all(flags, value, cell, failure, num_peers, 1)
     # One thread has heard; now the others know too.
     tl.debug_barrier()
     if missing == 0:
-        for item in range(tl.program_id(0), real * CHUNKS, PROGRAMS):
+        for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
             t = item // CHUNKS
             d = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
@@ -291,14 +332,18 @@ def _collect_kernel(
                 n = t * K + k
                 e = tl.load(ids + n).to(tl.int32)
                 known = (e >= 0) & (e < E)
-                p = _owner(e, known, n, mine, table, E)
-                base = tl.load(windows + p, mask=known, other=0)
-                where = (base + POSITIONS).to(tl.pointer_type(tl.int32)) + (first + mine * C + t) * K + k
-                r = first * K + tl.load(where, mask=known, other=0).to(tl.int64)
-                rows = tl.multiple_of((base + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
+                if PULL:
+                    p = owner_of(e, known, n, mine, table, E)
+                    base = tl.load(windows + p, mask=known, other=0)
+                    where = (base + POSITIONS).to(tl.pointer_type(tl.int32)) + (first + mine * C + t) * K + k
+                    r = first * K + tl.load(where, mask=known, other=0).to(tl.int64)
+                    rows = tl.multiple_of((base + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
+                else:
+                    r = begin * K + n.to(tl.int64)
+                    rows = (window + RESULTS).to(tl.pointer_type(out.dtype.element_ty))
                 result = tl.load(rows + r * D + d, mask=(d < D) & known, other=0.0).to(tl.float32)
                 total += weighted(result, tl.load(gates + n), out.dtype.element_ty)
             tl.store(out + t.to(tl.int64) * D + d, total.to(out.dtype.element_ty), mask=d < D)
-    if tl.atomic_add(cell + _COLLECTED, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-        tl.atomic_xchg(cell + _COLLECTED, tl.zeros((), tl.int64))
+    if tl.atomic_add(cell + COLLECTED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(cell + COLLECTED, tl.zeros((), tl.int64))
         tl.store(cell + COLLECTS, value)

@@ -22,6 +22,8 @@ MOST_PEERS = 1024  # where a configuration gives no bound
 # What can be chosen unit by unit: transports that need no group of their own, and every runner.
 _CHOSEN_TRANSPORTS = ("all_to_all_v", "padded_all_to_all", "all_gather_filter")
 _CHOSEN_RUNNERS = ("grouped", "capacity_padded", "block_sparse", "masked_decode")
+# What carries rows between peers, by where these are.
+_CPU_GROUPS, _CUDA_GROUPS = ("tcp", "gloo"), ("nccl",)
 _RAREST_AUDIT = 1e-6  # of the steps
 _Seconds = Annotated[float, Field(gt=0)]
 
@@ -149,6 +151,9 @@ class ClusterConfig(Manifest):
     (default: the Ray node that it runs on); `topology`, a document or the path of one, says more: relays, NICs,
     fabrics, and groups with their peer orders and epoch.
 
+    `transport` fused_window lets the GPUs of one node write into one another's memory; what it cannot carry goes as
+    all_to_all_v.
+
     `adaptive` lists combinations of transport and runner ("all_to_all_v+grouped,..."; "all"), of which every unit takes
     the one that has been cheapest for units like it.
 
@@ -186,8 +191,10 @@ class ClusterConfig(Manifest):
     max_decode_rows: Positive = 64
 
     contract: Literal[tuple(CONTRACTS)] | None = None  # type: ignore[valid-type]
-    group: Literal["tcp", "gloo"] = "tcp"
-    transport: Literal["all_to_all_v", "padded_all_to_all", "all_gather_filter", "hierarchical"] = "all_to_all_v"
+    group: Literal["tcp", "gloo", "nccl"] = "tcp"
+    transport: Literal["all_to_all_v", "padded_all_to_all", "all_gather_filter", "hierarchical", "fused_window"] = (
+        "all_to_all_v"
+    )
     transport_chunks: Positive = 1
     node_labels: Annotated[
         AsTuple[Annotated[str, Field(min_length=1)]],
@@ -300,9 +307,31 @@ class ClusterConfig(Manifest):
                 raise ValueError(
                     f"batch_invariant needs {wanted}, no decode_buckets and nothing adaptive; found {', '.join(other)}"
                 )
-        if self.peers > 1 and self.device == "cuda":
-            raise ValueError(f"peers must be 1 on cuda, found {self.peers}: rows travel between peers on CPU only")
+        most = max(self.peers, self.max_peers or 1)
+        if most > 1 and (self.group in _CUDA_GROUPS) != (self.device == "cuda"):
+            carriers = _CUDA_GROUPS if self.device == "cuda" else _CPU_GROUPS
+            raise ValueError(
+                f"group must be {' or '.join(carriers)} for {most} peers on {self.device}, found {self.group}"
+            )
+        if self.transport == "fused_window":
+            self._require_windows()
         return self
+
+    def _require_windows(self) -> None:
+        needed = {"device": "cuda", "group": "nccl", "transport_chunks": 1}
+        other = [f"{name}={getattr(self, name)}" for name, value in needed.items() if getattr(self, name) != value]
+        if self.dtype == "float32":
+            other.append(f"dtype={self.dtype}")
+        if other:
+            raise ValueError(
+                f"transport fused_window needs device=cuda, group=nccl, one transport chunk and half precision, "
+                f"found {', '.join(other)}"
+            )
+
+    @property
+    def window_peers(self) -> int:
+        """How many peers windows are made for."""
+        return max(self.peers, self.max_peers or 1)
 
 
 def _choices(text: str) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""A process for each GPU of this host, for what several GPUs do together: benchmarks, and tests that are alike."""
+"""A process for each GPU of this host, for what several GPUs do together: benchmarks, and tests that are alike.
+
+On a host of one GPU tests may have two processes take turns on it: slow, and right all the same.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ MOST_RANKS = 4
 
 @dataclass(frozen=True)
 class Seat:
-    """One process's place: rank r has GPU r; `store` is where epochs meet."""
+    """One process's place: rank r has GPU r, where there are as many; `store` is where epochs meet."""
 
     rank: int
     ranks: int
@@ -30,7 +33,7 @@ class Seat:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.rank)
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
 
     @property
     def global_rank(self) -> GlobalRank:
@@ -45,6 +48,11 @@ class Seat:
 def ranks_here() -> int:
     """How many GPUs are used of those that are here."""
     return min(MOST_RANKS, torch.cuda.device_count())
+
+
+def ranks_for_tests() -> int:
+    """The same, but two ranks on one GPU; none without a GPU."""
+    return max(2, ranks_here()) if torch.cuda.is_available() else 0
 
 
 def run_ranks(

@@ -23,11 +23,13 @@ from torch import Tensor
 from ray_moe.bench.gpu_ranks import Seat, ranks_here, run_ranks
 from ray_moe.bench.gpu_shapes import MODELS, Inputs, compile_beforehand, random_slabs
 from ray_moe.bench.report import Row
+from ray_moe.comm.nccl import NcclGroup
 from ray_moe.comm.window import NodeWindow, WindowSeat
 from ray_moe.dataplane.windowed import MOST_REPLICAS, WindowedLayer
 from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace
 from ray_moe.kernels.tiling import LayerShape
 from ray_moe.kernels.window import Part, Regions, collect, push, wait
+from ray_moe.kernels.window_partial import collect_partials, sum_partials, unpack
 from ray_moe.routes import Routes
 
 EXCHANGES = ((128, 7168), (16, 2048))  # tokens of each GPU, width; top-8 of 256 experts
@@ -43,8 +45,11 @@ class Rank:
 
     seat: Seat
 
-    def window(self, shape: LayerShape, capacity: int, epoch: int) -> WindowSeat:
-        regions = Regions.plan(self.seat.ranks, capacity, shape.top_k, shape.hidden, torch.bfloat16)
+    def window(self, shape: LayerShape, capacity: int, epoch: int, packed: bool = False) -> WindowSeat:
+        """`packed`: FP8 rows outward and rank-partial sums back."""
+        regions = Regions.plan(
+            self.seat.ranks, capacity, shape.top_k, shape.hidden, torch.bfloat16, quantized=packed, partial=packed
+        )
         window = NodeWindow(regions, self.seat.global_rank, self.seat.device, _DEADLINE_S)
         place = window.join(self.seat.group(epoch), self.seat.store, _DEADLINE_S)
         place.enter()
@@ -62,9 +67,9 @@ class Rank:
 class Exchange:
     """push, wait and collect of one unit whose owners answer each route with the row it came with."""
 
-    def __init__(self, rank: Rank, tokens: int, hidden: int, epoch: int) -> None:
+    def __init__(self, rank: Rank, tokens: int, hidden: int, epoch: int, packed: bool = False) -> None:
         self.shape = LayerShape(_EXPERTS, _TOP_K, hidden, 1)
-        self.place = rank.window(self.shape, tokens, epoch)
+        self.place = rank.window(self.shape, tokens, epoch, packed)
         self.table = rank.table(_EXPERTS)
         self.inputs = Inputs.random(self.shape, tokens)
         self.part = Part(tokens, 0, rank.seat.ranks)
@@ -96,6 +101,8 @@ class Exchange:
     def answer(self) -> None:
         """Results and positions as an owner of identity experts leaves them."""
         received = self.place.window.received(self.part)
+        assert received.position_N is not None
+        assert received.results_RD is not None
         flat = received.ids_TK.reshape(-1)
         mine = (flat >= 0).nonzero().squeeze(1)
         received.position_N.fill_(-1)
@@ -140,39 +147,70 @@ def rounds_us(replays: Sequence[Callable[[], None]], repeats: int) -> list[list[
 
 
 class Nccl:
-    """All-gather and reduce-scatter over a communicator of their own, as a captured baseline needs them."""
+    """All-gather and reduce-scatter of the same tokens, as a captured baseline has them."""
 
-    def __init__(self, seat: Seat) -> None:
-        from cupy.cuda import nccl
+    def __init__(self, seat: Seat, rows: Tensor, epoch: int) -> None:
+        self.group = NcclGroup(seat.group(epoch), seat.global_rank, seat.store, _DEADLINE_S, seat.device)
+        self._rows, self._summed = rows, rows.new_zeros(seat.ranks, *rows.shape)
 
-        from ray_moe.comm.rendezvous import connect
+    def both(self) -> None:
+        self.group.all_gather(self._rows).payload()
+        self.group.reduce_scatter(self._summed).payload()
 
-        store = connect(seat.store, "baseline", _DEADLINE_S)
-        if seat.rank == 0:
-            store.set("id", nccl.get_unique_id())
-        self._comm = nccl.NcclCommunicator(seat.ranks, store.get("id"), seat.rank)
-        self._bf16, self._sum = 9, nccl.NCCL_SUM
 
-    def gather_scatter(self, rows: Tensor, gathered: Tensor, partial: Tensor, out: Tensor) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        self._comm.allGather(rows.data_ptr(), gathered.data_ptr(), rows.numel(), self._bf16, stream)
-        self._comm.reduceScatter(partial.data_ptr(), out.data_ptr(), rows.numel(), self._bf16, self._sum, stream)
+class PackedExchange(Exchange):
+    """The same with FP8 rows outward, and each owner's sum of a token's routes back."""
+
+    def __init__(self, rank: Rank, tokens: int, hidden: int, epoch: int) -> None:
+        super().__init__(rank, tokens, hidden, epoch, packed=True)
+        received = self.place.window.received(self.part)
+        self.received, self.rows = received, self.place.window.unpacked(self.part)
+        self.results = self.rows.new_zeros(self.part.tokens * _TOP_K, hidden)
+        self.positions = torch.full((self.part.tokens * _TOP_K,), -1, dtype=torch.int32, device=rank.seat.device)
+
+    def begin(self) -> None:
+        super().begin()
+        assert self.received.scales_TB is not None
+        unpack(self.received.rows_TD, self.received.scales_TB, self.received.ids_TK, self.rows)
+
+    def answer(self) -> None:
+        mine = (self.received.ids_TK.reshape(-1) >= 0).nonzero().squeeze(1)
+        self.positions.fill_(-1)
+        self.positions[mine] = torch.arange(len(mine), dtype=torch.int32, device=mine.device)
+        self.results[: len(mine)] = self.rows[mine // _TOP_K]
+
+    def end(self) -> None:
+        window, inputs, received = self.place.window, self.inputs, self.received
+        assert received.gates_TK is not None
+        sum_partials(
+            self.results, self.positions, received.ids_TK, received.gates_TK, window.windows_M, window.cell,
+            window.regions, self.part,
+        )  # fmt: skip
+        collect_partials(
+            inputs.ids_TK, self.table, window.memory.bytes, window.cell, window.windows_M, window.failure,
+            window.regions, self.part, inputs.out_TD,
+        )  # fmt: skip
 
 
 def exchange_rows(seat: Seat) -> list[dict[str, Any]]:
     """This rank's times of every exchange."""
-    rank, baseline, found = Rank(seat), Nccl(seat), []
+    rank, found = Rank(seat), []
     for epoch, (tokens, hidden) in enumerate(EXCHANGES, 1):
         exchange = Exchange(rank, tokens, hidden, epoch)
         error = exchange.checked()
-        rows = exchange.inputs.hidden_TD
-        gathered, summed = (rows.new_zeros(seat.ranks * tokens, hidden) for _ in range(2))
-        out = torch.empty_like(rows)
-
-        theirs = partial(baseline.gather_scatter, rows, gathered, summed, out)
-        times = rounds_us([repeated(each, _REPEATS) for each in (exchange.both, theirs)], _REPEATS)
+        baseline = Nccl(seat, exchange.inputs.hidden_TD, 60 + epoch)
+        packed = PackedExchange(rank, tokens, hidden, 40 + epoch)
+        packed_error = packed.checked()
+        calls = (exchange.both, packed.both, baseline.both)
+        times = rounds_us([repeated(each, _REPEATS) for each in calls], _REPEATS)
+        packed.place.check()
+        baseline.group.check()
+        baseline.group.close()
         exchange.place.check()
-        found.append({"tokens": tokens, "hidden": hidden, "err": error, "us": times[0], "nccl_us": times[1]})
+        found.append(
+            {"tokens": tokens, "hidden": hidden, "err": error, "us": times[0], "nccl_us": times[2]}
+            | {"packed_err": packed_error, "packed_us": times[1]}
+        )
     return found
 
 
@@ -207,9 +245,10 @@ def scaling_rows(seat: Seat, model: str, tokens: int) -> dict[str, Any]:
     place = rank.window(shape, tokens, 20 + list(MODELS).index(model))
     routes, table = Routes(inputs.ids_TK, inputs.gates_TK), rank.table(shape.num_experts)
     calls: dict[str, Callable[[], object]] = {"alone_us": partial(inputs.run, alone)}
-    for parts in (1, 2, 4):
-        layer = WindowedLayer(fused, place, table, parts)
-        calls[f"parts_{parts}_us"] = partial(layer.run, inputs.hidden_TD, routes, capacity=tokens)
+    for parts, pull in ((1, True), (1, False), (2, False), (4, False)):
+        layer = WindowedLayer(fused, place, table, parts, pull=pull)
+        name = f"parts_{parts}{'_pull' if pull else ''}_us"
+        calls[name] = partial(layer.run, inputs.hidden_TD, routes, capacity=tokens)
     replays = [repeated(call, 5) for call in calls.values()]
     times = dict(zip(calls, rounds_us(replays, 5), strict=True))
     place.check()
@@ -226,13 +265,15 @@ def padding_rows(seat: Seat, load: int) -> dict[str, Any]:
     place = rank.window(shape, 4 * load, 30 + load)
     inputs = Inputs.random(shape, 4 * load)
     routes, table = Routes(inputs.ids_TK, inputs.gates_TK), rank.table(shape.num_experts)
-    layer, count = WindowedLayer(fused, place, table), torch.tensor([load], dtype=torch.int32, device=seat.device)
-    few = Routes(inputs.ids_TK[:load].contiguous(), inputs.gates_TK[:load].contiguous())
-    tight = repeated(lambda: layer.run(inputs.hidden_TD[:load], few, capacity=load, table=table, count=count), 20)
-    wide = repeated(lambda: layer.run(inputs.hidden_TD, routes, capacity=4 * load, table=table, count=count), 20)
-    tight_us, wide_us = rounds_us([tight, wide], 20)
+    layer, pulling = WindowedLayer(fused, place, table), WindowedLayer(fused, place, table, pull=True)
+    few = Routes(inputs.ids_TK[:load].clone(), inputs.gates_TK[:load].clone())
+    inputs.ids_TK[load:] = -1
+    tight = repeated(lambda: layer.run(inputs.hidden_TD[:load], few, capacity=load, table=table), 20)
+    wide = repeated(lambda: layer.run(inputs.hidden_TD, routes, capacity=4 * load, table=table), 20)
+    pull = repeated(lambda: pulling.run(inputs.hidden_TD[:load], few, capacity=load, table=table), 20)
+    tight_us, wide_us, pull_us = rounds_us([tight, wide, pull], 20)
     place.check()
-    return {"tokens": load, "capacity": 4 * load, "tight_us": tight_us, "us": wide_us}
+    return {"tokens": load, "capacity": 4 * load, "tight_us": tight_us, "us": wide_us, "tight_pull_us": pull_us}
 
 
 def _work(seat: Seat) -> dict[str, Any]:
@@ -263,7 +304,8 @@ def report(found: Sequence[dict[str, Any]], ranks: int) -> tuple[list[Row], list
     for index in range(len(EXCHANGES)):
         row = _merged([rank["exchange"][index] for rank in found])
         row = {"what": "dispatch + combine", "gpus": ranks, "payload": "bf16", **row}
-        exchanges.append(row | {"nccl_over_ours": row["nccl_us"] / row["us"]})
+        row |= {f"nccl_over_{name}": row["nccl_us"] / row[name] for name in ("us", "packed_us")}
+        exchanges.append(row)
     wire = _merged([rank["wire"] for rank in found])
     rate, copy_rate = wire["bytes_per_peer"] / wire["us"] / 1e3, wire["copy_bytes"] / wire["copy_us"] / 1e3
     exchanges.append({
@@ -274,7 +316,8 @@ def report(found: Sequence[dict[str, Any]], ranks: int) -> tuple[list[Row], list
     for index, model in enumerate(MODELS):
         row = _merged([rank["scaling"][index] for rank in found])
         scaling.append({"what": "weak scaling", "gpus": ranks, **row} | {
-            f"efficiency_parts_{parts}": row["alone_us"] / row[f"parts_{parts}_us"] for parts in (1, 2, 4)
+            f"efficiency_{name}": row["alone_us"] / row[f"{name}_us"]
+            for name in ("parts_1_pull", "parts_1", "parts_2", "parts_4")
         })  # fmt: skip
         assert row["model"] == model
     for index in range(len(found[0]["padding"])):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class Agreement:
 
     A unit runs when any peer planned rows for it; the others join with zero rows. `generation` and `epoch` are the ones
     that the step runs under: the minimum over the peers of what they have staged. `roles`, a minimum too, is for the
-    steps that are planned from now on: this one is planned already.
+    steps that are planned from now on: this one is planned already. `most_prefill_rows` and `most_decode_rows` are the
+    most that any peer planned for the unit: what shapes that all peers share are chosen by.
     """
 
     step: int
@@ -68,6 +70,12 @@ class Agreement:
     generation: int
     epoch: int
     roles: int = 0
+    most_prefill_rows: int = 0
+    most_decode_rows: int = 0
+
+    def most_rows(self, unit: Literal["prefill", "decode", "bare"]) -> int | None:
+        """The most rows of any peer in this unit; None for one whose rows the step's records do not say."""
+        return {"prefill": self.most_prefill_rows, "decode": self.most_decode_rows}.get(unit)
 
 
 def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
@@ -109,4 +117,6 @@ def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
         generation=min(record.staged_generation for record in records),
         epoch=min(record.staged_epoch for record in records),
         roles=min(record.staged_roles for record in records),
+        most_prefill_rows=max(record.prefill_rows for record in records),
+        most_decode_rows=max(record.decode_rows for record in records),
     )

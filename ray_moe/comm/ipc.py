@@ -20,10 +20,11 @@ Handle = bytes  # as CUDA gives it: 64 of them
 
 @dataclass(eq=False)
 class IpcMemory:
-    """An allocation of its own, since a handle names a whole allocation: `bytes` uint8 [nbytes], zeroed; `handle` is
-    what other processes open."""
+    """An allocation of its own, since a handle names a whole allocation: `bytes` uint8 [nbytes], zeroed, at `address`;
+    `handle` is what other processes open."""
 
     bytes: Tensor
+    address: int
     handle: Handle
     _free: Callable[[], None]
 
@@ -37,6 +38,7 @@ class IpcMemory:
             runtime.memset(pointer, 0, nbytes)
             return IpcMemory(
                 _as_tensor(pointer, nbytes, device),
+                pointer,
                 bytes(runtime.ipcGetMemHandle(pointer)),
                 lambda: runtime.free(pointer),
             )
@@ -48,9 +50,10 @@ class IpcMemory:
 
 @dataclass(eq=False)
 class PeerMemory:
-    """Another process's `IpcMemory`, mapped here: `bytes` uint8 [nbytes]."""
+    """Another process's `IpcMemory`, mapped here at `address`: `bytes` uint8 [nbytes]."""
 
     bytes: Tensor
+    address: int
     _close: Callable[[], None]
 
     @staticmethod
@@ -60,7 +63,7 @@ class PeerMemory:
         with torch.cuda.device(device):
             torch.cuda.current_stream()
             pointer = runtime.ipcOpenMemHandle(handle)
-            return PeerMemory(_as_tensor(pointer, nbytes, device), lambda: runtime.ipcCloseMemHandle(pointer))
+            return PeerMemory(_as_tensor(pointer, nbytes, device), pointer, lambda: runtime.ipcCloseMemHandle(pointer))
 
     def close(self) -> None:
         """Unmap it; nothing here may use `bytes` any more."""
@@ -87,4 +90,7 @@ class _Span:
 
 
 def _as_tensor(pointer: int, nbytes: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Span(pointer, nbytes), device=device)
+    span = torch.as_tensor(_Span(pointer, nbytes), device=device)
+    # PyTorch copies what it takes for another device's.
+    assert span.data_ptr() == pointer, f"mapped memory at {pointer:#x} was copied"
+    return span

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.ipc import IpcMemory, PeerMemory
 from ray_moe.comm.rendezvous import StoreAddress, connect
+from ray_moe.comm.transports import AllToAllV
 from ray_moe.errors import CollectiveError, ConfigError
-from ray_moe.identity import GlobalRank
-from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, PHASES, Part, Regions, collect, push, wait
+from ray_moe.identity import GlobalRank, ProcessGroupId
+from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, PHASES, SCALE_BLOCK, Part, Regions, collect, push, wait
 from ray_moe.topology import ProcessGroupSpec
 
 # What a member shows the others: its window's size, top-k and row bytes, and the handle.
@@ -32,12 +33,18 @@ _CARD = struct.Struct("<qqqq64s")
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """Where a part's rows lie in the own window, and where their results go; T = P * C token slots, N = T * K."""
+    """A part's regions of the own window; T = P * C token slots, N = T * K.
+
+    `rows_TD` are FP8 where regions are quantized, with `scales_TB`. `gates_TK` is there where returns are partial sums,
+    `results_RD` and `position_N` where they are not.
+    """
 
     rows_TD: Tensor
+    scales_TB: Tensor | None
     ids_TK: Tensor
-    results_RD: Tensor
-    position_N: Tensor
+    gates_TK: Tensor | None
+    results_RD: Tensor | None
+    position_N: Tensor | None
 
 
 @dataclass(eq=False)
@@ -57,6 +64,7 @@ class NodeWindow:
     failure: Tensor = field(init=False)
     stream: torch.cuda.Stream = field(init=False)  # for exchanges beside the experts
     _received: dict[tuple[int, int], Received] = field(default_factory=dict, init=False)
+    _unpacked: Tensor | None = field(default=None, init=False)
     _mapped: dict[bytes, PeerMemory] = field(default_factory=dict, init=False)
     _entered: WindowSeat | None = field(default=None, init=False)
 
@@ -67,6 +75,17 @@ class NodeWindow:
         self.stream = torch.cuda.Stream(self.device)
         # Launches write it, and only when they give up; the host reads it without asking the device.
         self.failure = torch.zeros(len(("peer", "phase", "value")), dtype=torch.int64).pin_memory()
+
+    def alone(self) -> WindowSeat:
+        """A seat that nobody else has to know of, in epoch 0: for trying launches before any epoch is entered."""
+        spec = ProcessGroupSpec(ProcessGroupId("window-alone"), 0, (self.rank,))
+        addresses = [self.memory.address] + [0] * (self.regions.max_peers - 1)
+        return WindowSeat(self, spec, 0, torch.tensor(addresses))
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether launches are some epoch's already."""
+        return self._entered is not None
 
     def join(self, spec: ProcessGroupSpec, address: StoreAddress, seconds: float) -> WindowSeat:
         """Map every member's window; returns when all members have shown theirs.
@@ -82,7 +101,6 @@ class NodeWindow:
         sizes = (regions.nbytes, regions.capacity, regions.top_k, regions.hidden * regions.dtype.itemsize)
         try:
             store.set(str(mine), _CARD.pack(*sizes, self.memory.handle))  # type: ignore[arg-type]  # takes bytes too
-            store.wait([str(peer) for peer in range(len(spec))], timedelta(seconds=seconds))
             cards = [_CARD.unpack(store.get(str(peer))) for peer in range(len(spec))]
         except (dist.DistError, RuntimeError) as error:
             raise CollectiveError(f"showing windows: {error}", self.rank.value, spec.epoch) from error
@@ -99,29 +117,45 @@ class NodeWindow:
         """Views of the own window; the same every time."""
         key = (part.first, part.tokens)
         if key not in self._received:
-            regions, window = self.regions, self.memory.bytes
-            slots, dtype, top_k = regions.max_peers * regions.capacity, regions.dtype, regions.top_k
-            tokens, routes = slice(part.first, part.first + part.tokens), part.tokens * top_k
-            start = part.first * top_k
-            self._received[key] = Received(
-                regions.view(window, regions.rows, dtype, slots, regions.hidden)[tokens],
-                regions.view(window, regions.ids, torch.int32, slots, top_k)[tokens],
-                regions.view(window, regions.results, dtype, slots * top_k, regions.hidden)[start : start + routes],
-                regions.view(window, regions.positions, torch.int32, slots * top_k)[start : start + routes],
-            )
+            self._received[key] = self._views(part)
         return self._received[key]
+
+    def unpacked(self, part: Part) -> Tensor:
+        """Room for a part's rows [P * C, D] in the dtype that experts take, where they come as FP8."""
+        slots = self.regions.max_peers * self.regions.capacity
+        if self._unpacked is None:
+            self._unpacked = torch.empty(slots, self.regions.hidden, dtype=self.regions.dtype, device=self.device)
+        return self._unpacked[part.first : part.first + part.tokens]
+
+    def _views(self, part: Part) -> Received:
+        regions, top_k, slots = self.regions, self.regions.top_k, self.regions.max_peers * self.regions.capacity
+        tokens, routes = slice(part.first, part.first + part.tokens), slice(part.first * top_k, None)
+
+        def view(offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
+            return regions.view(self.memory.bytes, offset, dtype, *shape)
+
+        sent = torch.float8_e4m3fn if regions.quantized else regions.dtype
+        partial, scales = regions.partial, regions.hidden // SCALE_BLOCK
+        return Received(
+            view(regions.rows, sent, slots, regions.hidden)[tokens],
+            view(regions.scales, torch.float32, slots, scales)[tokens] if regions.quantized else None,
+            view(regions.ids, torch.int32, slots, top_k)[tokens],
+            view(regions.gates, torch.float32, slots, top_k)[tokens] if partial else None,
+            None if partial else view(regions.results, regions.dtype, slots * top_k, regions.hidden)[routes],
+            None if partial else view(regions.positions, torch.int32, slots * top_k)[routes],
+        )
 
     def _address(self, handle: bytes) -> int:
         if handle == self.memory.handle:
-            return self.memory.bytes.data_ptr()
+            return self.memory.address
         if handle not in self._mapped:
             self._mapped[handle] = PeerMemory.open(handle, self.regions.nbytes, self.device)
-        return self._mapped[handle].bytes.data_ptr()
+        return self._mapped[handle].address
 
     def bytes_at(self, address: int) -> Tensor:
         """The window that begins at `address`, the own one or one that is mapped here."""
-        windows = [self.memory.bytes, *(peer.bytes for peer in self._mapped.values())]
-        return next(window for window in windows if window.data_ptr() == address)
+        known: list[IpcMemory | PeerMemory] = [self.memory, *self._mapped.values()]
+        return next(one.bytes for one in known if one.address == address)
 
     def close(self) -> None:
         """Unmap the others' windows and give the own one back: nothing is launched any more, here or by them."""
@@ -129,6 +163,24 @@ class NodeWindow:
             peer.close()
         self._mapped.clear()
         self.memory.free()
+
+
+class FusedWindow(AllToAllV):
+    """The transport of an epoch over windows. Units that the host looks into (audited ones, those that no kernel takes)
+    go as exact rows over `group`, like those of `AllToAllV`; all others never come here: `dataplane.windowed`."""
+
+    name = "fused_window"
+
+    def __init__(self, group: ExpertGroup, seat: WindowSeat) -> None:
+        super().__init__(group)
+        self.seat = seat
+
+    def leave(self) -> None:
+        self.seat.leave()
+
+    def check(self) -> None:
+        super().check()
+        self.seat.check()
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """One MoE layer, in order. READ FIRST.
 
     routes -> plan -> (counts agreed by all peers) -> admit -> dispatch -> experts -> combine
-    routes -> local                  where one GPU has every expert, and nothing is agreed or moved
+    routes -> local                  where the host looks into nothing: one GPU has every expert, or windows carry rows
 
 Every invocation runs under exactly one header: one release, placement generation, group and epoch. All peers of the
 group call `forward` for the same layer of the same unit, with zero tokens when they have none. How the last three are
@@ -25,7 +25,7 @@ from ray_moe.dataplane.audit import audit
 from ray_moe.dataplane.captured import CapturedDecode
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
 from ray_moe.dataplane.invocation_ledger import InvocationLedger, Meter, take
-from ray_moe.dataplane.local import LocalLayer
+from ray_moe.dataplane.local import DeviceLayer
 from ray_moe.dataplane.paths import Path, SharedExpert
 from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccount
 from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
@@ -43,8 +43,8 @@ _WHOLE = strategy_named("bulk")
 class LayerCounters:
     """Exact totals since the layer was built; each counts one thing.
 
-    Remote rows crossed to another peer, local ones did not. Invocations on one device alone are `local`. Decode units
-    were replayed, or fell back for a reason.
+    Remote rows crossed to another peer, local ones did not. Invocations that the host did not look into were `local`,
+    on one device alone, or `windowed`. Decode units were replayed, or fell back for a reason.
     `peak_live_bytes` is the most that one invocation held in named buffers. `fan_out` counts audited tokens, and the
     ranks and nodes that their routes reached; `choices` counts units by phase and adaptive path; `torch_runners` counts
     generations whose experts torch computes on a CUDA device, by why kernels do not; `ledger` is the last audited
@@ -53,6 +53,7 @@ class LayerCounters:
 
     invocations: int = 0
     local: int = 0
+    windowed: int = 0
     rows_local: int = 0
     rows_sent: int = 0
     rows_received: int = 0
@@ -80,7 +81,8 @@ class LayerCounters:
 @dataclass(frozen=True)
 class Invocation:
     """Which execution of a layer this is: step id, unit kind, whether it is audited, and whether it is the `shadow` of
-    another one: then its routes are no demand.
+    another one: then its routes are no demand. `most_rows` is the most tokens that any peer has in it, as they agreed;
+    None leaves it to this peer's own.
 
     Raises `ConfigError` for a unit that the step agreement does not know.
     """
@@ -89,6 +91,7 @@ class Invocation:
     unit: Phase
     audit: bool = False
     shadow: bool = False
+    most_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in PHASES:
@@ -119,7 +122,7 @@ class ExpertLayer:
         captured: CapturedDecode | None = None,
         route_counts: RouteCounts | None = None,
         adaptive: AdaptivePaths | None = None,
-        local: LocalLayer | None = None,
+        local: DeviceLayer | None = None,
     ) -> None:
         group = path.transport.group
         if (header.generation, header.epoch) != (slots.generation, group.spec.epoch):
@@ -142,14 +145,14 @@ class ExpertLayer:
         """Gate-weighted sum of the routed experts for each token, [T, D], same dtype as `hidden_TD`.
 
         `shared` is called at most once, while routed rows are in flight, by a strategy that has a place for it. Raises
-        `RoutesError` for hidden rows that do not fit the routes and, but on one device alone and unaudited, for ids
+        `RoutesError` for hidden rows that do not fit the routes and, but on devices alone and unaudited, for ids
         outside [0, E), `HandleError` when an audit
         finds a mistake, `CollectiveError` when the epoch breaks; `CountMismatchError` on every peer when they disagree,
         and on the others when one of them could not plan. When it raises, its handles are abandoned, not left in
         flight.
         """
         if self.local is not None and not invocation.audit and self.local.takes(hidden_TD, routes):
-            return self._run_local(self.local, hidden_TD, routes, invocation)
+            return self._run_on_device(self.local, hidden_TD, routes, invocation, shared)
         sealed = routes.seal() if invocation.audit else None
         eager = self._eager_path(invocation.unit)
         batches = _batches(routes, eager.strategy.batches)
@@ -199,15 +202,29 @@ class ExpertLayer:
             return self.path
         return replace(self.path, strategy=_WHOLE)
 
-    def _run_local(self, local: LocalLayer, hidden_TD: Tensor, routes: Routes, invocation: Invocation) -> Tensor:
-        self._require_hidden(hidden_TD, routes.num_tokens)
-        out_TD = local.run(hidden_TD, routes)
+    def _run_on_device(
+        self, layer: DeviceLayer, hidden_TD: Tensor, routes: Routes, invocation: Invocation, shared: SharedExpert | None
+    ) -> Tensor:
+        try:
+            self._require_hidden(hidden_TD, routes.num_tokens)
+            capacity = max(1, routes.num_tokens if invocation.most_rows is None else invocation.most_rows)
+            out_TD = layer.run(hidden_TD, routes, capacity=capacity, shared=shared)
+        except BaseException:
+            self._stop_alone()
+            raise
         if self.route_counts is not None and not invocation.shadow:
             self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
-        self.counters.invocations += 1
-        self.counters.local += 1
-        self.counters.rows_local += routes.num_routes
+        self.count_on_device(routes.num_routes)
         return out_TD
+
+    def count_on_device(self, routes: int) -> None:
+        """Enter an invocation with so many routes of this peer's, which the host did not look into."""
+        self.counters.invocations += 1
+        if self.slots.num_peers > 1:
+            self.counters.windowed += 1
+        else:
+            self.counters.local += 1
+            self.counters.rows_local += routes
 
     def _require_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
         expected = (num_tokens, self.weights.down.shape[1])

@@ -89,6 +89,8 @@ class RouteCounts:
             for phase, rows_LE in zip(COUNTED, self._counts_PLE, strict=True)
             for layer, row_E in zip(moe_layers, rows_LE, strict=True)
         }
+        first_E = torch.arange(len(moe_layers), device=device) * num_experts
+        self._first_L11 = first_E[:, None, None]  # where each layer's experts begin among one phase's counts
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._ones: dict[int, Tensor] = {}  # by number of routes: a view costs as much as counting with it
         self._first_layer, self._tokens = moe_layers[0], dict.fromkeys(COUNTED, 0)
@@ -108,6 +110,20 @@ class RouteCounts:
         row_E.index_add_(0, topk_ids_TK.reshape(-1), ones_N)
         if layer == self._first_layer:  # every layer sees the same tokens
             self._tokens[phase] += topk_ids_TK.shape[0]
+
+    def add_unit(self, phase: Phase, ids_LTK: Tensor) -> None:
+        """Count the routes of all layers of a unit, in execution order, int64 [L, T, K]; ids below 0 are nobody's.
+
+        It touches the device only, at stable addresses, so that it can be captured: each replay counts again what the
+        ids are then. The unit's tokens are the host's to say (`add_tokens`).
+        """
+        counts = self._counts_PLE[COUNTED.index(phase)].view(-1)
+        places_N = (ids_LTK.clamp(min=0) + self._first_L11).view(-1)
+        counts.index_add_(0, places_N, (ids_LTK >= 0).view(-1).long())
+
+    def add_tokens(self, phase: Phase, tokens: int) -> None:
+        """Count the real tokens of a unit whose routes the device counts."""
+        self._tokens[phase] += tokens
 
     def begin(self, step: int) -> None:
         """The epoch's first step was agreed: a rank that joined has nothing to say about those before it."""

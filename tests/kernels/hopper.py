@@ -36,12 +36,14 @@ from ray_moe.kernels import fp8_warp  # noqa: E402
 from ray_moe.kernels.activation import SwiGLU  # noqa: E402
 from ray_moe.kernels.attention import decode_attention, write_kv  # noqa: E402
 from ray_moe.kernels.block_sparse import BlockIndices, dsd, sdd_swiglu  # noqa: E402
+from ray_moe.kernels.digest import fingerprint_spans  # noqa: E402
 from ray_moe.kernels.fp8_gemm import Fp8Slab, Fp8Tile, fp8_down, fp8_gate_up  # noqa: E402
 from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace  # noqa: E402
 from ray_moe.kernels.permute import pad, permute, unpad, unpermute  # noqa: E402
 from ray_moe.kernels.quantize import dequantize_rows, quantize_rows, quantize_weights  # noqa: E402
 from ray_moe.kernels.routing import RowTiles  # noqa: E402
 from ray_moe.kernels.tiling import LayerShape  # noqa: E402
+from ray_moe.kernels.trunk import rms_norm, rotate, softmax_top_k  # noqa: E402
 from ray_moe.kernels.window import CELL_WORDS, Part, Regions, collect, push, wait  # noqa: E402
 
 FP8, BF16, FP32, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32
@@ -79,6 +81,10 @@ def _quantize() -> None:
     dequantize_rows(data, scales, rows)
     weights = tensor(8, 768, 2048)
     quantize_weights(weights, tensor(8, 768, 2048, dtype=FP8), tensor(8, 6, 16, dtype=FP32))
+
+
+def _digest() -> None:
+    fingerprint_spans(tensor(20, 4, dtype=torch.int64), [(8, 18, 786432), (2, 2, 9)], tensor(9, 2, dtype=torch.int64))
 
 
 def _block_sparse(hidden: int, ffn: int, rows: int, columns: int) -> None:
@@ -133,9 +139,17 @@ def _window(hidden: int, tokens: int) -> None:
     window, table = tensor(regions.nbytes, dtype=torch.uint8), tensor(6, 128, dtype=INT32)
     addresses, cell, failure = (tensor(size, dtype=torch.int64) for size in (4, CELL_WORDS, 3))
     rows, ids, gates = tensor(tokens, hidden), tensor(tokens, 8, dtype=torch.int64), tensor(tokens, 8, dtype=FP32)
-    push(rows, ids, table, addresses, cell, regions, part, indices(1))
+    push(rows, ids, table, addresses, cell, regions, part)
     wait(window, cell, failure, regions, part)
-    collect(ids, gates, table, window, addresses, cell, failure, regions, part, rows, indices(1))
+    collect(ids, gates, table, window, addresses, cell, failure, regions, part, rows)
+
+
+def _trunk(tokens: int, hidden: int, heads: int, kv_heads: int, dim: int, experts: int) -> None:
+    rms_norm(tensor(tokens, hidden), tensor(hidden), 1e-6)
+    rms_norm(tensor(tokens, heads, dim), tensor(dim), 1e-6)
+    query, key = (tensor(tokens, count, dim).transpose(0, 1) for count in (heads, kv_heads))
+    rotate(query, key, tensor(tokens, dim), tensor(tokens, dim))
+    softmax_top_k(tensor(tokens, experts), 8, renormalise=True, gate_dtype=BF16)
 
 
 def _attention(
@@ -152,6 +166,16 @@ def _attention(
     )  # fmt: skip
 
 
+def _home(shape: LayerShape, tokens: int) -> None:
+    """The experts of a layer over windows, their results going home."""
+    experts, hidden, ffn = shape.num_experts, shape.hidden, shape.ffn
+    slabs = Slabs(tensor(experts, 2 * ffn, hidden), tensor(experts, hidden, ffn), None, None, SwiGLU())
+    layer = FusedLayer(slabs, Workspace(shape, tokens, BF16, torch.device("meta")))
+    ids, rows = tensor(tokens, shape.top_k, dtype=INT32), tensor(tokens * shape.top_k, hidden)
+    home = (tensor(4, dtype=torch.int64), tokens * shape.top_k // 4, 1024)
+    layer.experts(tensor(tokens, hidden), ids, indices(experts), rows, indices(len(rows)), home)
+
+
 QWEN, MIXTRAL = LayerShape(128, 8, 2048, 768), LayerShape(8, 2, 4096, 14336)
 OSS = LayerShape(32, 4, 2944, 2944)
 
@@ -160,10 +184,13 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
     "tuned": {
         "permute": _permute,
         "quantize": _quantize,
+        "digest": _digest,
         "block_sparse": lambda: _block_sparse(2048, 768, 128, 128),
         "fp8_gemm": lambda: _fp8(2048, 768, 128, Fp8Tile(short_tail=False)),
         "fp8_warp": lambda: _fp8_warp(2048, 768),
         "window": lambda: _window(2048, 16),
+        **{f"home of {tokens}": partial(_home, QWEN, tokens) for tokens in (16, 64, 4096)},
+        "trunk": lambda: _trunk(64, 2048, 32, 4, 128, 128),
         "attention": lambda: _attention(8, 32, 4, 128),
         "attention unsplit": lambda: _attention(512, 32, 4, 128),
         **{f"layer of {tokens}": partial(_layer, QWEN, tokens) for tokens in (1, 8, 16, 64, 256, 4096)},
@@ -175,8 +202,10 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
         "fp8_gemm gpt_oss": lambda: _fp8(2880, 2880, 128, Fp8Tile(), True, GPT_OSS),
         "fp8_gemm few rows": lambda: _fp8(2048, 1408, 64, Fp8Tile(warps=4, stages=2, short_tail=False)),
         "fp8_warp mixtral": lambda: _fp8_warp(4096, 14336),
+        **{f"home, mixtral of {tokens}": partial(_home, MIXTRAL, tokens) for tokens in (16, 1024)},
         "window wide": lambda: _window(7168, 1024),
         "fp8_warp bias": lambda: _fp8_warp(2944, 2944, True, GPT_OSS),
+        "trunk wide": lambda: _trunk(64, 7168, 128, 128, 192, 384),
         "attention wide": lambda: _attention(8, 16, 16, 256),
         "attention gpt_oss": lambda: _attention(8, 64, 8, 64, window=128, sinks=True),
         "attention mla": lambda: _attention(8, 128, 128, 192),

@@ -10,6 +10,7 @@ import torch
 from ray_moe.errors import ConfigError
 from ray_moe.kernels.activation import SwiGLU
 from ray_moe.kernels.combine import combine
+from ray_moe.kernels.epilogue import Home
 from ray_moe.kernels.fused_layer import FusedLayer, Workspace
 from ray_moe.kernels.gemv_layer import GemvTile
 from ray_moe.kernels.grouped_gemm import Tile, down_descriptor, down_product, gate_up_descriptor, gate_up_swiglu
@@ -104,6 +105,26 @@ def test_products_equal_their_twins(tile: Tile, dtype: torch.dtype, device: torc
     down_product(acts, tiles, slots, down_descriptor(weights.down, tile), weights.down_bias, gates, tile, rows)
     wanted = grouped_down(acts, bounds, slots, weights.down, weights.down_bias, gates)
     torch.testing.assert_close(rows.float(), wanted, rtol=bound, atol=bound)
+
+
+def test_rows_go_home_to_the_windows_of_their_origins(device: torch.device) -> None:
+    torch.manual_seed(12)
+    weights = slabs(SHAPE, torch.float32, device)
+    offsets, routes = [0, 5, 5, 9, 9, 9, 12], 8
+    tiles = row_tiles(offsets, SMALL.rows, 3, device)
+    slots = torch.tensor([7, 0, 3, 2, 5, 1], dtype=torch.int32, device=device)
+    acts = torch.randn(12, SHAPE.ffn, device=device)
+    source = torch.randperm(2 * routes, device=device)[:12].to(torch.int32)
+    windows = [torch.full((4 + routes, SHAPE.hidden), float("nan"), device=device) for _ in range(2)]
+    addresses = torch.tensor([window.data_ptr() for window in windows], device=device)
+    home = Home(source, addresses, routes, 4 * SHAPE.hidden * 4)
+    out, descriptor = torch.zeros(12, SHAPE.hidden, device=device), down_descriptor(weights.down, SMALL)
+    down_product(acts, tiles, slots, descriptor, None, None, SMALL, out, home)
+    wanted = grouped_down(acts, torch.tensor(offsets), slots, weights.down, None, None)
+    places = torch.stack(windows)[:, 4:].reshape(2 * routes, SHAPE.hidden)
+    torch.testing.assert_close(places[source.long()], wanted, rtol=1e-5, atol=1e-5)
+    assert int(places.isnan().any(1).sum()) == 2 * routes - 12
+    assert not out.any()
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)

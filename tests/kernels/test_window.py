@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ray_moe.dataplane.precision import QuantizedRows
 from ray_moe.errors import ConfigError
 from ray_moe.kernels.reference import weighted_combine
+from ray_moe.kernels.reference_grouped import route_maps
 from ray_moe.kernels.window import COLLECTS, EPOCH_SHIFT, FAILED, PUSHES, WAITS, Part, Regions, collect, push, wait
+from ray_moe.kernels.window_partial import collect_partials, sum_partials, unpack
 from tests.kernels.windows import HEARD, Peers
 
 E, K, D = 6, 3, 40
@@ -25,7 +28,13 @@ def owners(num_peers: int, replicas: int = 1) -> Tensor:
 
 
 def exchange(
-    peers: Peers, tokens: list[int], part: Part, table: Tensor, *, counts: list[int] | None = None, holes: bool = False
+    peers: Peers,
+    tokens: list[int],
+    part: Part,
+    table: Tensor,
+    *,
+    holes: bool = False,
+    home: bool = False,
 ) -> None:
     """Push, compute and collect of every peer, checked against the sum that each would have by itself."""
     device, dtype = peers.addresses_M.device, peers.regions.dtype
@@ -38,24 +47,20 @@ def exchange(
             ids[torch.rand(ids.shape, device=device) < 0.4] = -1
         gates = torch.rand(count, K, device=device)
         units.append((hidden, ids, gates))
-        count_1 = None if counts is None else torch.tensor([counts[peer]], dtype=torch.int32, device=device)
-        push(hidden, ids, table, peers.addresses_M, peers.cells[peer], peers.regions, part, count_1)
+        push(hidden, ids, table, peers.addresses_M, peers.cells[peer], peers.regions, part)
     peers.hear_everybody()
     for peer in range(len(tokens)):
         wait(peers.windows[peer], peers.cells[peer], peers.failures[peer], peers.regions, part)
-        peers.compute(peer, part, scale_E)
+        peers.compute(peer, part, scale_E, home=home)
     for peer, (hidden, ids, gates) in enumerate(units):
-        real = len(hidden) if counts is None else counts[peer]
-        count_1 = None if counts is None else torch.tensor([real], dtype=torch.int32, device=device)
         out = torch.full_like(hidden, float("nan"))
         collect(
             ids, gates, table, peers.windows[peer], peers.addresses_M, peers.cells[peer], peers.failures[peer],
-            peers.regions, part, out, count_1,
+            peers.regions, part, out, pull=not home,
         )  # fmt: skip
         results = hidden[:, None] * scale_E[ids][:, :, None] * (ids >= 0)[:, :, None]
         wanted = weighted_combine(results.reshape(-1, D).to(dtype), gates, K, dtype)
-        assert torch.equal(out[:real], wanted[:real]), peer
-        assert out[real:].isnan().all()
+        assert torch.equal(out, wanted), peer
 
 
 def test_the_worked_example_of_push(device: torch.device) -> None:
@@ -68,32 +73,77 @@ def test_the_worked_example_of_push(device: torch.device) -> None:
     assert [peers.rows(peer, part)[0, 0].item() for peer in (0, 1)] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("home", [False, True], ids=["pulled", "pushed home"])
 @pytest.mark.parametrize("num_peers", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_token_gets_back_the_weighted_sum_of_its_experts(
-    num_peers: int, dtype: torch.dtype, device: torch.device
+    num_peers: int, dtype: torch.dtype, home: bool, device: torch.device
 ) -> None:
     torch.manual_seed(1)
     peers = Peers.make(num_peers, Regions.plan(3, 8, K, D, dtype), device)
     for tokens in ([5, 0, 7], [8, 8, 8], [0, 0, 0], [1, 3, 2]):
-        exchange(peers, tokens[:num_peers], Part(8, 0, 3), owners(num_peers))
-    exchange(peers, [4, 4, 4][:num_peers], Part(4, 0, num_peers), owners(num_peers), holes=True)
+        exchange(peers, tokens[:num_peers], Part(8, 0, 3), owners(num_peers), home=home)
+    exchange(peers, [4, 4, 4][:num_peers], Part(4, 0, num_peers), owners(num_peers), holes=True, home=home)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["rows as they are", "fp8 rows"])
+def test_owners_sum_what_they_computed_for_a_token_and_one_row_goes_home(quantized: bool, device: torch.device) -> None:
+    torch.manual_seed(5)
+    width, part, table = 256, Part(6, 0, 2), owners(2, 2)
+    regions = Regions.plan(2, 6, K, width, torch.float32, quantized=quantized, partial=True)
+    peers, scale_E = Peers.make(2, regions, device), torch.arange(1.0, E + 1)
+    units = []
+    for peer, tokens in enumerate((5, 6)):
+        hidden, gates = torch.randn(tokens, width), torch.rand(tokens, K)
+        ids = torch.rand(tokens, E).topk(K, dim=1).indices
+        ids[torch.rand(ids.shape) < 0.3] = -1
+        units.append((hidden, ids, gates))
+        push(hidden, ids, table, peers.addresses_M, peers.cells[peer], regions, part, gates)
+    peers.hear_everybody()
+    for peer in range(2):
+        wait(peers.windows[peer], peers.cells[peer], peers.failures[peer], regions, part)
+        ids_TK = peers.ids(peer, part)
+        gates_TK = regions.view(peers.windows[peer], regions.gates, torch.float32, 12, K)
+        rows_TD = torch.full((12, width), float("nan"))
+        if quantized:
+            data = regions.view(peers.windows[peer], regions.rows, torch.float8_e4m3fn, 12, width)
+            unpack(data, regions.view(peers.windows[peer], regions.scales, torch.float32, 12, 2), ids_TK, rows_TD)
+        else:
+            rows_TD = peers.rows(peer, part)
+        ids_N = ids_TK.reshape(-1).long()
+        source, position_N, _ = route_maps(ids_N, E)
+        results = rows_TD[source.long() // K] * scale_E[ids_N[source.long()]][:, None]
+        sum_partials(results, position_N.int(), ids_TK, gates_TK, peers.addresses_M, peers.cells[peer], regions, part)
+    for peer, (hidden, ids, gates) in enumerate(units):
+        out = torch.full_like(hidden, float("nan"))
+        collect_partials(
+            ids, table, peers.windows[peer], peers.cells[peer], peers.addresses_M, peers.failures[peer], regions, part,
+            out,
+        )  # fmt: skip
+        sent = QuantizedRows.of(hidden, 128).dequantized(torch.float32) if quantized else hidden
+        wanted = sent * (gates * scale_E[ids] * (ids >= 0)).sum(1, keepdim=True)
+        # The rounding to FP8, one instruction on a GPU, is approximate in the interpreter.
+        assert float((out - wanted).norm() / wanted.norm()) < (0.1 if quantized else 1e-6)
+
+
+def test_the_worked_examples_of_partial_sums(device: torch.device) -> None:
+    row = torch.full((1, 128), float("nan"))
+    unpack(torch.full((1, 128), 2.0).to(torch.float8_e4m3fn), torch.tensor([[0.5]]), torch.tensor([[-1, 3]]), row)
+    assert row.unique().tolist() == [1.0]
+    regions = Regions.plan(1, 1, 2, 4, torch.float32, partial=True)
+    peers, results = Peers.make(1, regions, device), torch.tensor([[3.0], [5.0]]).expand(2, 4).contiguous()
+    positions, ids = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    gates, part = torch.tensor([[1.0, 2.0]]), Part(1, 0, 1)
+    sum_partials(results, positions, ids, gates, peers.addresses_M, peers.cells[0], regions, part)
+    assert regions.view(peers.windows[0], regions.results, torch.float32, 4).tolist() == [13.0] * 4
 
 
 def test_a_part_of_a_unit_has_token_slots_of_its_own(device: torch.device) -> None:
     torch.manual_seed(2)
     peers = Peers.make(2, Regions.plan(2, 8, K, D, torch.float32), device)
-    for first in (0, 8, 4):
-        exchange(peers, [3, 4], Part(4, first, 2), owners(2))
+    for first, home in ((0, False), (8, True), (4, False)):
+        exchange(peers, [3, 4], Part(4, first, 2), owners(2), home=home)
     assert [peers.cells[0][word.value].item() - EPOCH for word in (PUSHES, WAITS, COLLECTS)] == [3, 3, 3]
-
-
-def test_padding_rows_are_nobodys_whatever_their_ids_say(device: torch.device) -> None:
-    torch.manual_seed(3)
-    peers = Peers.make(2, Regions.plan(2, 8, K, D, torch.float32), device)
-    exchange(peers, [8, 8], Part(8, 0, 2), owners(2), counts=[5, 0])
-    ids = peers.ids(1, Part(8, 0, 2)).view(2, 8, K)
-    assert (ids[0, 5:] == -1).all() and (ids[1] == -1).all()
 
 
 def test_replicas_are_chosen_as_the_token_hash_policy_chooses_them(device: torch.device) -> None:
@@ -143,6 +193,7 @@ def test_a_failed_cell_moves_and_tells_nothing(device: torch.device) -> None:
     ("sizes", "message"),
     [
         ((0, 4, 2, 8), "window max_peers must be at least 1, found 0"),
+        ((2, 4, 0, 8), "window top_k must be at least 1, found 0"),
         ((2, 4, 2, 6), r"window rows must be whole 16-byte units, found 6 elements of torch\.float32"),
     ],
 )

@@ -50,14 +50,21 @@ class Peers:
         )
         return whole[part.first : part.first + part.tokens]
 
-    def compute(self, peer: int, part: Part, scale_E: Tensor) -> None:
-        """The owner's experts: expert e multiplies a row by `scale_E[e]`; results lie expert-major, as kernels leave it."""
+    def compute(self, peer: int, part: Part, scale_E: Tensor, *, home: bool = False) -> None:
+        """The owner's experts: expert e multiplies a row by `scale_E[e]`. Results lie expert-major, or go home."""
         regions = self.regions
         ids_N = self.ids(peer, part).reshape(-1).long()
         source_R, position_N, _ = route_maps(ids_N, len(scale_E))
         slots = regions.max_peers * regions.capacity * regions.top_k
         results = regions.view(self.windows[peer], regions.results, regions.dtype, slots, regions.hidden)
         positions = regions.view(self.windows[peer], regions.positions, torch.int32, slots)
+        if home:
+            routes = part.capacity * regions.top_k
+            for n in (ids_N >= 0).nonzero().flatten().tolist():
+                origin = regions.view(self.windows[n // routes], regions.results, regions.dtype, slots, regions.hidden)
+                row_D = self.rows(peer, part)[n // regions.top_k] * scale_E[ids_N[n]].to(regions.dtype)
+                origin[part.start * regions.top_k + n % routes] = row_D
+            return
         start = part.first * regions.top_k
         rows_RD = self.rows(peer, part)[source_R.long() // regions.top_k]
         results[start : start + len(source_R)] = rows_RD * scale_E[ids_N[source_R.long()]][:, None].to(regions.dtype)

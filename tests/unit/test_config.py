@@ -48,7 +48,9 @@ def test_a_historical_contract_is_a_transport_and_a_runner_by_name(contract: str
     decode = "tcp+padded_all_to_all+masked_decode[8x32,32x128], else "
     assert backends["decode"] == (decode if contract == "low_latency" else "") + ERAS[contract]
     # Only the last is phase-specific: decode has executables of its own.
-    buckets = backend_of(chosen, transport_named("all_to_all_v", SoloGroup(ONE_PEER, GlobalRank(0))), {}).executables
+    buckets = backend_of(
+        chosen, transport_named("all_to_all_v", SoloGroup(ONE_PEER, GlobalRank(0))), {}, None
+    ).executables
     assert (buckets is not None) == (contract == "low_latency")
 
 
@@ -88,6 +90,26 @@ def test_two_buckets_of_one_size_and_audits_rarer_than_can_be_counted_are_refuse
 def test_a_bucket_that_cannot_be_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match="decode_buckets"):
         config(decode_buckets=text)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"device": "cuda"}, "group must be nccl for 2 peers on cuda, found tcp"),
+        ({"device": "cuda", "group": "gloo"}, "group must be nccl for 2 peers on cuda, found gloo"),
+        ({"group": "nccl"}, "group must be tcp or gloo for 2 peers on cpu, found nccl"),
+        ({"device": "cuda", "peers": 1, "max_peers": 3}, "group must be nccl for 3 peers on cuda, found tcp"),
+        ({"group": "carrier_pigeon"}, "group: found 'carrier_pigeon'"),
+    ],
+)
+def test_a_group_that_does_not_carry_rows_of_the_device_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**{"peers": 2, **values})
+
+
+def test_peers_on_cuda_are_joined_by_nccl_and_one_alone_needs_nothing() -> None:
+    assert phase_backends(config(peers=2, device="cuda", group="nccl"))[0][1].startswith("nccl+all_to_all_v")
+    assert config(peers=1, device="cuda").group == "tcp"
 
 
 def test_nodes_are_rays_own_or_the_labels_that_a_configuration_gives() -> None:
@@ -180,10 +202,27 @@ def test_a_payload_that_makes_rows_larger_is_refused_with_both_sizes() -> None:
 
 
 def test_every_transport_runner_and_strategy_of_the_product_can_be_selected_and_shows_in_the_backends() -> None:
+    gpus = {"device": "cuda", "group": "nccl", "dtype": "bfloat16"}
     for field, names in (("transport", TRANSPORTS), ("runner", RUNNERS), ("strategy", STRATEGIES)):
         for name in names:
-            assert name in dict(phase_backends(config(**{field: name})))["decode"]
+            needed = gpus if name == "fused_window" else {}
+            assert name in dict(phase_backends(config(**{field: name}, **needed)))["decode"]
     assert "all_to_all_v/3" in dict(phase_backends(config(transport_chunks=3)))["prefill"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({"group": "tcp", "peers": 1}, "group=tcp"),
+        ({"dtype": "float32"}, "dtype=float32"),
+        ({"transport_chunks": 2}, "transport_chunks=2"),
+    ],
+)
+def test_windows_are_refused_where_they_cannot_be(wrong: dict[str, object], found: str) -> None:
+    fit = {"device": "cuda", "group": "nccl", "dtype": "bfloat16", "transport": "fused_window", "peers": 2}
+    assert config(**fit, max_peers=4).window_peers == 4
+    with pytest.raises(ConfigError, match=f"transport fused_window needs .*, found {found}"):
+        config(**fit | wrong)
 
 
 def test_payload_and_gate_location_are_part_of_the_handles_abi() -> None:

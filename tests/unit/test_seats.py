@@ -56,7 +56,7 @@ def node_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         seats,
         "join_transport",
-        lambda group, transport, groups, rank, store, seconds, chunks: SimpleNamespace(
+        lambda group, transport, groups, rank, store, seconds, **_: SimpleNamespace(
             group=SimpleNamespace(spec=groups.full)
         ),
     )
