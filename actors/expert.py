@@ -22,10 +22,12 @@ import torch
 from ray.actor import ActorHandle
 
 from ray_moe.actors.collector import forget_what_has_gone, keep_what_is_loaded
-from ray_moe.actors.fill import Filler
+from ray_moe.actors.device import step_options, take_device
+from ray_moe.actors.fetch import lane_of
+from ray_moe.actors.fill import Filler, SlotGiver
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
 from ray_moe.actors.memory import Room, require_room, room_on
-from ray_moe.actors.model import LoadedModel, load_model
+from ray_moe.actors.model import LoadedModel, load_model, scheduler_of
 from ray_moe.actors.reception import Reception
 from ray_moe.actors.remote import find_expert
 from ray_moe.actors.reports import engine_status, peer_report
@@ -44,7 +46,6 @@ from ray_moe.engine.handover import Departing
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop, LoopState
 from ray_moe.engine.records import EngineStatus, GenerateRequest, LoadProgress, Members, ModelFacts
-from ray_moe.engine.scheduler import Scheduler
 from ray_moe.errors import NotServingError
 from ray_moe.identity import GlobalRank
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
@@ -52,7 +53,6 @@ from ray_moe.priority import restore_process
 from ray_moe.topology import ProcessGroupSpec, Topology
 from ray_moe.weights.checkpoint import ExpertWeights
 from ray_moe.weights.slots import SlotPool
-from ray_moe.weights.transfer import SlotBytes
 
 _T = TypeVar("_T")
 _SWITCH_INTERVAL_S = 0.0002
@@ -62,7 +62,7 @@ _FETCH_S, _FETCH_POLL_S = 10.0, 0.02
 _REPORTS_KEPT = 64
 
 
-class ExpertActor:
+class ExpertActor(SlotGiver):
     """Ray actor, one per rank. What a method has done already it does not do twice.
 
     Life: `prepare`, `fill`, `join`, `serve`; then requests, generations and epochs until `stop`, or until it leaves:
@@ -70,7 +70,7 @@ class ExpertActor:
     """
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
-        torch.set_num_threads(1)
+        take_device(config)
         # The engine's thread and the event loop share the interpreter; by default one may keep the other out for 5 ms,
         # which is a good part of a step.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -80,7 +80,6 @@ class ExpertActor:
         self._progress = LoadProgress()
         self._model: LoadedModel | None = None
         self._pool: SlotPool | None = None
-        self._filler: Filler | None = None
         self._seats: Seats | None = None
         self._counters: dict[int, LayerCounters] = {}
         self._engine: EngineLoop | None = None
@@ -123,10 +122,13 @@ class ExpertActor:
     def _allocate(self, capacity: int) -> None:
         """Slots whose addresses stay for this actor's life."""
         config, model, checkpoint = self._config, self._loaded, self._loaded.checkpoint
+        lane, seconds = lane_of(config), config.step_deadline_s
         self._pool = SlotPool(
-            checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=config.device
+            checkpoint.moe_layers, capacity, checkpoint.layout, dtype=self._dtype, device=config.device, memory=lane
         )
-        self._filler = Filler(self._pool, self._read_expert, self._actor_of, deadline_s=config.step_deadline_s)
+        self._filler = Filler(
+            self._pool, self._read_expert, self._actor_of, deadline_s=seconds, node=self._node, lane=lane
+        )
         self._route_counts = RouteCounts(checkpoint.moe_layers, checkpoint.num_experts, torch.device(config.device))
         self._seats = Seats(config, self._rank, self._beside, model, self._pool, self._counters, self._route_counts)
 
@@ -146,10 +148,6 @@ class ExpertActor:
         self._progress = LoadProgress("experts", 0, len(orders))
         await self._meet([order.source.rank for order in orders if isinstance(order.source, FromPeer)])
         return await _present(self._filler, "allocate first").fill(orders, count)
-
-    async def export_slots(self, slots: Sequence[tuple[int, int]]) -> tuple[SlotBytes | Exception, ...]:
-        """Copies of resident slots (layer, pool slot) for a peer that fills its own."""
-        return await _present(self._filler, "allocate first").export_slots(slots)
 
     async def free(self, slots: Sequence[tuple[int, int]]) -> None:
         """Free pool slots (layer, pool slot) that no live generation refers to; those that are free stay free."""
@@ -173,15 +171,7 @@ class ExpertActor:
             self._rank.value,
             trunk,
             KVCache(config.kv_blocks, config.block_size, config.device),
-            Scheduler(
-                num_blocks=config.kv_blocks,
-                block_size=config.block_size,
-                max_prefill_tokens=config.max_prefill_tokens,
-                max_decode_rows=config.max_decode_rows,
-                max_positions=trunk.max_positions,
-                vocab_size=trunk.vocab_size,
-                device=config.device,
-            ),
+            scheduler_of(config, trunk),
             view,
             Outlet(
                 asyncio.get_running_loop(), self._post_office, seats.return_lease, self._wake_peers, self._demand.extend
@@ -191,6 +181,7 @@ class ExpertActor:
             audit_rate=config.audit_rate,
             route_counts=self._route_counts,
             demand_every_steps=config.demand_every_steps,
+            **step_options(config),
         )
         await self._beside(engine.warm_up)
         self._engine = engine
@@ -294,6 +285,8 @@ class ExpertActor:
         self._post_office.set_members(Members(version, tuple((rank, self._actor_of(rank)) for rank in ranks)))
         kept = {*ranks, *self._my_seats.neighbours}
         self._actors = {rank: actor for rank, actor in self._actors.items() if rank in kept}
+        if self._filler is not None:
+            self._filler.keep(ranks)
 
     async def finish(self) -> None:
         """After leaving: wait until clients have fetched what they were given here, within bounds; drop the groups."""

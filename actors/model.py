@@ -14,6 +14,7 @@ from ray_moe.config import ClusterConfig
 from ray_moe.dataplane.graphs import dtype_name
 from ray_moe.engine.blocks import BlockFacts, probe_blocks
 from ray_moe.engine.records import ModelFacts
+from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.trunk import Trunk, load_trunk
 from ray_moe.weights.formats import ExpertSource, open_experts
 
@@ -58,3 +59,16 @@ def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
         trunk_parameters=sum(parameter.numel() for parameter in trunk.model.parameters()),
     )
     return LoadedModel(trunk, blocks, checkpoint, facts)
+
+
+def scheduler_of(config: ClusterConfig, trunk: Trunk) -> Scheduler:
+    """The scheduler of a peer's engine."""
+    return Scheduler(
+        num_blocks=config.kv_blocks,
+        block_size=config.block_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_decode_rows=config.max_decode_rows,
+        max_positions=trunk.max_positions,
+        vocab_size=trunk.vocab_size,
+        device=config.device,
+    )

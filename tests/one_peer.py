@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,11 @@ from ray_moe.comm.join import transport_named
 from ray_moe.comm.solo import SoloGroup
 from ray_moe.controlplane.solve import balanced, fills, place, pool_capacity
 from ray_moe.dataplane.captured import DecodeBucket, Executables
+from ray_moe.dataplane.graphs import dtype_name
 from ray_moe.dataplane.handle import HandleABI, HandleHeader
-from ray_moe.dataplane.layer import LayerCounters
-from ray_moe.dataplane.route_counts import DemandReport
+from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
+from ray_moe.dataplane.local import LocalLayer, Workspaces
+from ray_moe.dataplane.route_counts import DemandReport, RouteCounts
 from ray_moe.dataplane.runners import BLOCK_ROWS
 from ray_moe.dataplane.strategies import strategy_named
 from ray_moe.engine.blocks import overlap_shared, probe_blocks
@@ -97,9 +99,16 @@ class OnePeer:
         payload: str = "native",
         block_rows: int = BLOCK_ROWS,
         buckets: Sequence[DecodeBucket] = (),
+        dtype: torch.dtype = torch.float32,
+        audit_rate: float = 1.0,
+        look_ahead: bool = False,
+        graph_sizes: Sequence[int] = (),
+        workspaces: Workspaces | None = None,
+        local: Callable[[ExpertLayer], LocalLayer] | None = None,
+        count_routes: bool = False,
     ) -> None:
         self.checkpoint = Checkpoint(folder)
-        self.trunk: Trunk = load_trunk(folder, dtype=torch.float32, device=device, attn_implementation="ray_moe")
+        self.trunk: Trunk = load_trunk(folder, dtype=dtype, device=device, attn_implementation="ray_moe")
         assignment = balanced(
             dict.fromkeys(self.checkpoint.moe_layers, self.checkpoint.num_experts),
             (RANK,),
@@ -108,15 +117,20 @@ class OnePeer:
         )
         self._assignment, self._capacity = assignment, pool_capacity(assignment)
         self.pool = SlotPool(
-            self.checkpoint.moe_layers, self._capacity, self.checkpoint.layout, dtype=torch.float32, device=device
+            self.checkpoint.moe_layers, self._capacity, self.checkpoint.layout, dtype=dtype, device=device
         )
         group = SoloGroup(GROUP, RANK)
-        self._payload = payload
+        self._payload, self._local, self._dtype = payload, local, dtype
+        self.route_counts = (
+            RouteCounts(self.checkpoint.moe_layers, self.checkpoint.num_experts, torch.device(device))
+            if count_routes
+            else None
+        )
         self.blocks = probe_blocks(self.trunk)
         self.backend = Backend(
             transport_named("all_to_all_v", group), runner, "token_hash", strategy_named(strategy), self.blocks,
             block_rows=block_rows,
-            executables=Executables(buckets, torch.device(device)) if buckets else None,
+            executables=Executables(buckets, torch.device(device)) if buckets else None, workspaces=workspaces,
         )  # fmt: skip
         self.counters = {layer: LayerCounters() for layer in self.checkpoint.moe_layers}
         self.outlet = Collector()
@@ -138,7 +152,11 @@ class OnePeer:
             self.outlet,
             self.blocks,
             shared=overlap_shared(self.trunk, self.blocks) if strategy == "shared_path" else None,
-            audit_rate=1.0,
+            audit_rate=audit_rate,
+            route_counts=self.route_counts,
+            demand_every_steps=8 if count_routes else 0,
+            graph_sizes=graph_sizes,
+            look_ahead=look_ahead,
         )
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.raised: BaseException | None = None
@@ -158,14 +176,20 @@ class OnePeer:
         )
         digests = {
             (item.layer, 0, item.pool_slot): self.pool.fill(
-                item.layer, item.pool_slot, self.checkpoint.expert(item.layer, item.expert.value)
+                item.layer, item.pool_slot, self.checkpoint.expert(item.layer, item.expert.value, dtype=self._dtype)
             )
             for item in fills(candidate, self._placed)
         }
         self._placed = candidate.with_digests(digests)
         lease = Lease(generation, "rank-0", generation, 0)
-        header = HandleHeader.grant(lease, self._placed, HandleABI(payload_format=self._payload))
-        return build_view(lease, header, self._placed, RANK, self.trunk, self.pool, self.backend, self.counters)
+        rows = dtype_name(self._dtype)
+        abi = HandleABI(payload_dtype=rows, return_dtype=rows, payload_format=self._payload)
+        header = HandleHeader.grant(lease, self._placed, abi)
+        parts = (RANK, self.trunk, self.pool, self.backend, self.counters, self.route_counts)
+        view = build_view(lease, header, self._placed, *parts)
+        for layer in view.layers.values() if self._local is not None else ():
+            layer.local = self._local(layer)
+        return view
 
     def _run(self) -> None:
         try:

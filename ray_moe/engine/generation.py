@@ -17,7 +17,7 @@ from ray_moe.dataplane.captured import CapturedDecode, Executables
 from ray_moe.dataplane.completion import StagingPool
 from ray_moe.dataplane.handle import HandleHeader
 from ray_moe.dataplane.layer import ExpertLayer, LayerCounters
-from ray_moe.dataplane.local import LocalLayer, Workspaces
+from ray_moe.dataplane.local import DeviceLayer, Workspaces
 from ray_moe.dataplane.paths import Path
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.dataplane.policies import ReplicaPolicy, policy_named
@@ -96,7 +96,7 @@ class Backend:
 
     `alternatives` are transport and runner by name, among which `chooser` takes one for each unit; without them it is
     `transport` and `runner` always. `executables` is None without decode buckets. `blocks` are what probing the trunk's
-    MoE blocks found. `workspaces` are for the layers that one GPU computes alone; None keeps to the path of handles.
+    MoE blocks found. `workspaces` are for layers that the host does not look into; None keeps to the path of handles.
     """
 
     transport: Transport
@@ -111,11 +111,13 @@ class Backend:
     staging: StagingPool = field(default_factory=StagingPool)
     workspaces: Workspaces | None = None
 
-    def local(self, header: HandleHeader, slots: SlotMap, weights: LayerWeights, top_k: int) -> LocalLayer | None:
-        """The layer on this device alone; None beside executables or a chooser, which have paths of their own."""
+    def local(self, header: HandleHeader, slots: SlotMap, weights: LayerWeights, top_k: int) -> DeviceLayer | None:
+        """The layer on devices alone; None beside executables or a chooser, which have paths of their own."""
         if self.workspaces is None or self.executables is not None or self.chooser is not None:
             return None
-        return self.workspaces.layer(slots, weights, top_k, header.abi)
+        return self.workspaces.layer(
+            slots, weights, top_k, header.abi, self.transport, self.policy, self.strategy.chunks
+        )
 
     def path(self, weights: LayerWeights) -> Path:
         """A path of its own for one layer; all share the staging buffers, since a peer runs one layer at a time."""

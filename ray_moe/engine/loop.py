@@ -15,8 +15,7 @@ from time import perf_counter
 
 import torch
 
-from ray_moe.comm.agreement import Agreement, StepRecord, agree
-from ray_moe.comm.group import Ticket
+from ray_moe.comm.agreement import Agreement
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.deadline import wait_event
@@ -24,13 +23,14 @@ from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.demand import DemandReporter
 from ray_moe.engine.generation import Departure, GenerationView
 from ray_moe.engine.kvcache import KVCache
+from ray_moe.engine.offer import Agreeing, offer
 from ray_moe.engine.pacing import SLEEP_HEARTBEAT_S, Pacing
 from ray_moe.engine.records import Load, Outlet, Refusal, StreamRecord
 from ray_moe.engine.roles import Division, Roles, hand_on
-from ray_moe.engine.scheduler import Emission, Request, Scheduler
+from ray_moe.engine.scheduler import Request, Scheduler
 from ray_moe.engine.state import LOOP_TABLE, LoopCounters, LoopState, Switch
 from ray_moe.engine.trunk import Trunk
-from ray_moe.engine.unit_runner import UnitRunner
+from ray_moe.engine.unit_runner import Ran, UnitRunner
 from ray_moe.engine.units import StepPlan
 from ray_moe.errors import (
     AgreementError,
@@ -48,7 +48,8 @@ class EngineLoop:
     """One peer's engine. Constructed with the first generation's view; `run` returns when stopped or failed.
 
     `blocks` are the trunk's MoE blocks as they were probed, `shared` those whose shared expert runs beside the
-    exchange. What `route_counts` counted is reported every `demand_every_steps` steps.
+    exchange. What `route_counts` counted is reported every `demand_every_steps` steps. Decode units are replayed from
+    graphs of `graph_sizes` rows; `look_ahead` commits a step when the next one is launched.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class EngineLoop:
         audit_rate: float = 0.0,
         route_counts: RouteCounts | None = None,
         demand_every_steps: int = 0,
+        graph_sizes: Sequence[int] = (),
+        look_ahead: bool = False,
     ) -> None:
         self.rank, self.trunk, self.cache, self.scheduler = rank, trunk, cache, scheduler
         self.view, self.outlet = view, outlet
@@ -75,19 +78,21 @@ class EngineLoop:
         self._newest: GenerationView | Departure = view
         self.division = Division()
         self._left_behind: list[Transport] = []  # of past epochs: a peer may still be reading from them
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], bool]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._closed = self._stop = False
         self.load = self._look_at_load()
         self._pacing = Pacing()
-        self._units = UnitRunner(rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate, self.counters)
+        self._units = UnitRunner(
+            rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate, self.counters, graph_sizes, look_ahead
+        )
         self._demand = DemandReporter(rank, route_counts, demand_every_steps, outlet)
         view.activate()
 
     def warm_up(self) -> None:
         """Before `run`, on any thread: what a first step would otherwise keep all peers waiting for."""
-        self._units.warm_up(self.trunk)
+        self._units.warm_up(self.trunk, self.view)
 
     # ---- the loop ----
 
@@ -106,16 +111,18 @@ class EngineLoop:
                 self._take_inbox()
                 next_plan = self._plan(agreed.step + 1)
                 ticket = self._offer(next_plan)
-                for part in self._units.run(plan, agreed, turn):
-                    self._deliver(part.emissions, agreed.step, part.view)
+                self._deliver(self._units.run(plan, agreed, turn))
+                self.counters.committed_step = agreed.step - self._units.steps_in_flight
+                if self.division.now is not roles:
+                    self._settle()  # a view that goes may be what the device runs
                 ended = hand_on(roles.views(main), self.division.now.views(self.view))
                 while ended:  # no name may keep the last view, and with it a checkpoint's trunk, alive
                     self.outlet.lease_returned(ended.pop(0))
                 executed = perf_counter()
                 self.counters.steps_agreed += 1
-                self.counters.committed_step = agreed.step
+                ran = agreed.step
                 worked, agreed, plan = agreed.prefill or agreed.decode, ticket.result(), next_plan
-                self._demand.step_done(main, self.counters.committed_step, is_last=agreed.generation != main.generation)
+                self._demand.step_done(main, ran, is_last=agreed.generation != main.generation)
                 self._close_left_behind()
                 while agreed.generation != self.view.generation:
                     agreed, plan = self._switch(agreed, plan)
@@ -123,6 +130,7 @@ class EngineLoop:
                 if worked:
                     self.counters.count_work(perf_counter() - started)
                     self.counters.seconds_agreeing += perf_counter() - executed
+            self._settle()
             self._advance("stop")
             self._give_up(NotServingError(f"rank {self.rank} was stopped"))
         except _Left:
@@ -150,25 +158,9 @@ class EngineLoop:
     def _plan(self, step: int) -> StepPlan:
         return self.scheduler.plan(step, self.division.now.of_step(step, self.view).checkpoint)
 
-    def _offer(self, plan: StepPlan) -> _Agreeing:
-        header = self.view.header
-        record = StepRecord(
-            release64=header.release64,
-            header64=header.digest64,
-            generation=header.generation,
-            epoch=header.epoch,
-            step=plan.step,
-            prefill_rows=plan.prefill.num_tokens if plan.prefill else 0,
-            decode_rows=plan.decode.num_tokens if plan.decode else 0,
-            has_work=int(self.scheduler.has_work),
-            stop=int(self._stop),
-            staged_generation=max(self._staged),
-            staged_epoch=self._staged[max(self._staged)].epoch,
-            roles=self.division.now.number,
-            roles64=self.division.now.digest64,
-            staged_roles=self.division.newest_staged,
-        )
-        return _Agreeing(self.view.transport.group.gather(record.to_tensor()))
+    def _offer(self, plan: StepPlan) -> Agreeing:
+        staged, has_work = self._staged[max(self._staged)], self.scheduler.has_work
+        return offer(self.view, plan, staged, self.division, has_work=has_work, stop=self._stop)
 
     def _take_roles(self, number: int) -> None:
         """Plan by the agreed roles from here on. The step at hand is planned already, and runs as it was."""
@@ -184,7 +176,10 @@ class EngineLoop:
         this peer is not in it.
         """
         started = perf_counter()
+        self._settle()
         past, following = self.view, self._staged[agreed.generation]
+        if following.epoch != past.epoch:
+            past.transport.leave()
         if isinstance(following, GenerationView):
             self.view = following
             following.activate()
@@ -218,6 +213,7 @@ class EngineLoop:
         seconds = self._pacing.seconds_after(has_work=agreed.has_work)
         if not seconds:
             return
+        self._settle()
         slept = False
         if not self._has_news():
             slept = seconds == SLEEP_HEARTBEAT_S
@@ -245,7 +241,7 @@ class EngineLoop:
                 unreadable = RequestError(f"the request cannot be read: {error!r}")
                 self.outlet.deliver([Refusal(request.request_id, unreadable)])
 
-        self.post(admit)
+        self.post(admit, settled=False)
 
     def cancel(self, request_id: str) -> None:
         """Free the request's KV within one step; its stream ends with finish_reason `cancelled`."""
@@ -255,7 +251,7 @@ class EngineLoop:
                 where = (self.counters.committed_step, self.view.generation, self.view.epoch)
                 self.outlet.deliver([StreamRecord(request_id, 0, (), *where, "cancelled")])
 
-        self.post(drop)
+        self.post(drop, settled=False)
 
     def stage(self, following: GenerationView | Departure) -> None:
         """Hold what comes next until all peers have staged it. `StaleHandleError` for an older generation or epoch."""
@@ -327,12 +323,13 @@ class EngineLoop:
         self._close_left_behind()
         self.view.transport.close()
 
-    def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the loop's thread before the next plan; raises the failure's name once the loop has ended."""
+    def post(self, action: Callable[[], None], *, settled: bool = True) -> None:
+        """Run `action` on the loop's thread before the next plan, by default with every step committed; raises the
+        failure's name once the loop has ended."""
         with self._lock:
             if self._closed:
                 raise self.failure or NotServingError(f"rank {self.rank} is {self.state.value}")
-            self._inbox.append(action)
+            self._inbox.append((action, settled))
         self._wake.set()
 
     # ---- details ----
@@ -352,21 +349,30 @@ class EngineLoop:
 
     def _take_inbox(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            action, settled = self._inbox.popleft()
+            if settled:
+                self._settle()
+            action()
 
-    def _deliver(self, emissions: Sequence[Emission], step: int, view: GenerationView) -> None:
-        if not emissions:
-            return
-        self.counters.tokens_emitted += len(emissions)
-        where = (step, view.generation, view.epoch)
-        self.outlet.deliver(
-            [
+    def _settle(self) -> None:
+        """Commit what the device still runs: what comes next must not find a step under way."""
+        behind = self._units.steps_in_flight
+        self._deliver(self._units.settle())
+        self.counters.committed_step += behind
+
+    def _deliver(self, parts: Sequence[Ran]) -> None:
+        for part in parts:
+            where = (part.step, part.view.generation, part.view.epoch)
+            records = [
                 StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason)
-                for item in emissions
+                for item in part.emissions
             ]
-        )
+            if records:
+                self.counters.tokens_emitted += len(records)
+                self.outlet.deliver(records)
 
     def _fail(self, error: RayMoEError) -> None:
+        self._units.drop()
         self.failure = error
         self._advance("fail")
         self._give_up(error)
@@ -384,16 +390,6 @@ class EngineLoop:
         if following is None:
             raise RayMoEError(f"rank {self.rank}: loop event {event!r} is illegal in state {self.state.value}")
         self.state = following
-
-
-class _Agreeing:
-    """A step record on its way, and the agreement that comes of it."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def result(self, *, opening: bool = False) -> Agreement:
-        return agree(StepRecord.lines(self._ticket.result()), opening=opening)
 
 
 class _Left(Exception):

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 
 import torch
 
@@ -35,6 +36,7 @@ from ray_moe.engine.units import Row, StepPlan, UnitBatch, UnitPlan, pack_unit
 from ray_moe.errors import ConfigError, RayMoEError, RequestError
 
 _PHASE = attrgetter("phase")
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -177,26 +179,22 @@ class Scheduler:
         units = {unit.phase: UnitPlan(step, unit.phase, unit.rows) for unit in split_by_phase(rows, _PHASE)}
         return StepPlan(step, units.get("prefill"), units.get("decode"))
 
-    def materialise(self, unit: UnitPlan) -> UnitBatch | None:
+    def materialise(self, unit: UnitPlan, in_flight: Mapping[int, int] = _NONE) -> UnitBatch | None:
         """The unit with its token ids, without the rows of requests that finished or were cancelled since it was
         planned; None when no row is left, and then there is nothing to commit.
 
         A preempted request's row stays: its blocks are intact until the step that was planned at the preemption runs.
-        Raises RayMoEError when a token is not known yet, because an earlier unit is not committed.
+        `in_flight` says of the step before, where it is not committed, at which place among its tokens the next one of
+        a submission (by ticket) lies: an id of -1 - place stands for it. Raises RayMoEError when any other token is not
+        known yet.
         """
         live = [(row, opened) for row in unit.rows if (opened := self._find(row)) is not None]
-        for row, opened in live:
-            if len(opened.tokens) < row.start + row.count:
-                raise RayMoEError(
-                    f"step {unit.step}: request {row.request_id!r} needs {row.start + row.count} tokens and "
-                    f"{len(opened.tokens)} are known: commit the units before this one first"
-                )
         if not live:
             return None
         return pack_unit(
             unit.kind,
             [row for row, _ in live],
-            [opened.tokens[row.start : row.start + row.count] for row, opened in live],
+            [self._tokens_of(row, opened, in_flight) for row, opened in live],
             [opened.request.params for _, opened in live],
             self.limits.block_size,
             self.device,
@@ -222,6 +220,18 @@ class Scheduler:
             for row, token in zip(sampled, tokens, strict=True)
             if (opened := self._find(row)) is not None
         ]
+
+    @staticmethod
+    def _tokens_of(row: Row, opened: OpenRequest, in_flight: Mapping[int, int]) -> Sequence[int]:
+        tokens, end = opened.tokens, row.start + row.count
+        if len(tokens) >= end:
+            return tokens[row.start : end]
+        if len(tokens) == end - 1 and row.ticket in in_flight:
+            return [*tokens[row.start :], -1 - in_flight[row.ticket]]
+        raise RayMoEError(
+            f"request {row.request_id!r} needs {end} tokens and {len(tokens)} are known: commit the units before this "
+            f"one first"
+        )
 
     # ---- what it knows ----
 

@@ -203,11 +203,25 @@ def load_trunk(
     else:
         model = _read_trunk(folder, config, cls, dtype, attn_implementation)
     model.requires_grad_(False).eval().to(device)
+    fuse_on(device, model)
     experts = {}
     for layer, name, module in experts_modules(model):
         module.layer_idx, module.ray_moe_name = layer, name  # type: ignore[assignment]
         experts[layer] = module
     return Trunk(model, model.config, experts, top_k_of(model))
+
+
+def fuse_on(device: torch.device | str, model: PreTrainedModel) -> None:
+    """The trunk's small operations by kernels, where kernels run."""
+    if torch.device(device).type != "cuda":
+        return
+    try:
+        from ray_moe.engine.fused_trunk import fuse
+    except ModuleNotFoundError as missing:
+        if missing.name != "triton":
+            raise
+        return
+    fuse(model)
 
 
 def trunk_skeleton(

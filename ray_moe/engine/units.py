@@ -164,7 +164,9 @@ def pack_unit(
     buffer = array("q")
     for column in columns.values():
         buffer.extend(column)
-    packed = torch.frombuffer(buffer, dtype=torch.int64).to(device, non_blocking=True)
+    packed = torch.frombuffer(buffer, dtype=torch.int64)
+    if torch.device(device).type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)  # else the host waits for the copy
     sizes = [len(column) for column in columns.values()]
     on_device = dict(zip(columns, packed.split(sizes), strict=True))
     return UnitBatch(

@@ -62,6 +62,8 @@ def test_an_agreement_is_what_the_peers_offered(offered: list[StepRecord]) -> No
         stop=0 not in [record.stop for record in offered],
         generation=sorted(record.staged_generation for record in offered)[0],
         epoch=sorted(record.staged_epoch for record in offered)[0],
+        most_prefill_rows=sorted(record.prefill_rows for record in offered)[-1],
+        most_decode_rows=sorted(record.decode_rows for record in offered)[-1],
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ray_moe.engine import kvcache
+from ray_moe.engine import attention
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.request import Request
 from ray_moe.engine.sampling import SamplingColumns, SamplingParams, sample
@@ -198,7 +198,7 @@ def test_a_cuda_device_generates_what_the_cpu_generates(family: str) -> None:
 def test_a_step_reads_nothing_back_from_a_cuda_device_but_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing, views, attention and sampling run with every synchronisation turned into an error; the model's own eager
     experts, which do synchronise, are not part of that path."""
-    attend = kvcache.paged_attention
+    attend = attention.paged_attention
 
     def strict_attention(*arguments: Any, **keywords: Any) -> Any:
         with no_synchronisation():
