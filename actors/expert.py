@@ -21,6 +21,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from ray_moe.actors.calls import CallDesk, LayerCalls
 from ray_moe.actors.collector import forget_what_has_gone, keep_what_is_loaded
 from ray_moe.actors.fill import Filler
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
@@ -62,7 +63,7 @@ _FETCH_S, _FETCH_POLL_S = 10.0, 0.02
 _REPORTS_KEPT = 64
 
 
-class ExpertActor:
+class ExpertActor(LayerCalls):
     """Ray actor, one per rank. What a method has done already it does not do twice.
 
     Life: `prepare`, `fill`, `join`, `serve`; then requests, generations and epochs until `stop`, or until it leaves:
@@ -194,7 +195,8 @@ class ExpertActor:
         )
         await self._beside(engine.warm_up)
         self._engine = engine
-        self._reception = Reception(config, self._rank.value, engine, self._post_office)
+        self._reception = Reception(config, self._rank.value, engine, self._post_office, model.path)
+        self._calls = CallDesk(config, self._rank.value, engine, self._reception, routing)
         _present(self._filler, "allocate first").pace(config.fill_cap)
         keep_what_is_loaded()
         restore_process()  # from here on others wait for this peer's steps
@@ -298,7 +300,7 @@ class ExpertActor:
     async def finish(self) -> None:
         """After leaving: wait until clients have fetched what they were given here, within bounds; drop the groups."""
         deadline = Deadline(_FETCH_S)
-        while self._post_office.unfetched and not deadline.passed:
+        while (self._post_office.unfetched or (self._calls and self._calls.uncombined)) and not deadline.passed:
             await asyncio.sleep(_FETCH_POLL_S)
         if self._engine is not None and self._engine.has_left:
             self._engine.close()
@@ -344,12 +346,8 @@ class ExpertActor:
 
     async def status(self) -> EngineStatus:
         """This peer's counters, from the layers and the scheduler themselves."""
-        return engine_status(
-            self._config,
-            self._loop,
-            _present(self._pool, "allocate first"),
-            LayerCounters.total(self._my_seats.all_counters),
-        )
+        layers = LayerCounters.total(self._my_seats.all_counters)
+        return engine_status(self._config, self._loop, _present(self._pool, "allocate first"), layers)
 
     async def ledgers(self) -> dict[int, dict[str, Any]]:
         """By layer, the ledgers of the last invocation that was audited there, as plain values."""

@@ -57,4 +57,6 @@ def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
         gate_dtype=dtype_name(next(iter(blocks.values())).gate),
         trunk_parameters=sum(parameter.numel() for parameter in trunk.model.parameters()),
     )
+        hidden_size=trunk.hidden_size,
+        top_k=trunk.top_k,
     return LoadedModel(trunk, blocks, checkpoint, facts)

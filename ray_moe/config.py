@@ -156,6 +156,8 @@ class ClusterConfig(Manifest):
     does so by itself with `autopilot`. Peers report what their routers asked for every `demand_every_steps` steps.
     `fill_bytes_per_s` caps what a peer reads into slots, or gives to others, while it serves (default: 24 MB/s on CPU).
     What the controller must remember lies in Ray's own store, or in `state_file`.
+
+    Whoever calls a layer by itself has `call_lease_s` to fetch what it computed.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
@@ -215,6 +217,7 @@ class ClusterConfig(Manifest):
     step_deadline_s: _Seconds = 30.0
     start_deadline_s: _Seconds = 300.0
     request_deadline_s: _Seconds = 600.0
+    call_lease_s: _Seconds = 60.0
     demand_every_steps: Natural = 32
     audit_rate: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda given: _audit_rate(given))] = 1 / 256
     final_after_steps: Natural = 1

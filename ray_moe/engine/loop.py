@@ -15,11 +15,11 @@ from time import perf_counter
 
 import torch
 
-from ray_moe.comm.agreement import Agreement, StepRecord, agree
-from ray_moe.comm.group import Ticket
+from ray_moe.comm.agreement import Agreeing, Agreement, StepRecord
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.deadline import wait_event
+from ray_moe.engine.bare import BareLayers
 from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.demand import DemandReporter
 from ray_moe.engine.generation import Departure, GenerationView
@@ -82,6 +82,7 @@ class EngineLoop:
         self.load = self._look_at_load()
         self._pacing = Pacing()
         self._units = UnitRunner(rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate, self.counters)
+        self.bare = BareLayers(rank, trunk, blocks, scheduler.max_prefill_tokens, audit_rate, self.counters)
         self._demand = DemandReporter(rank, route_counts, demand_every_steps, outlet)
         view.activate()
 
@@ -108,13 +109,14 @@ class EngineLoop:
                 ticket = self._offer(next_plan)
                 for part in self._units.run(plan, agreed, turn):
                     self._deliver(part.emissions, agreed.step, part.view)
+                self.bare.run(agreed, turn)
                 ended = hand_on(roles.views(main), self.division.now.views(self.view))
                 while ended:  # no name may keep the last view, and with it a checkpoint's trunk, alive
                     self.outlet.lease_returned(ended.pop(0))
                 executed = perf_counter()
                 self.counters.steps_agreed += 1
                 self.counters.committed_step = agreed.step
-                worked, agreed, plan = agreed.prefill or agreed.decode, ticket.result(), next_plan
+                worked, agreed, plan = agreed.prefill or agreed.decode or agreed.bare, ticket.result(), next_plan
                 self._demand.step_done(main, self.counters.committed_step, is_last=agreed.generation != main.generation)
                 self._close_left_behind()
                 while agreed.generation != self.view.generation:
@@ -150,7 +152,7 @@ class EngineLoop:
     def _plan(self, step: int) -> StepPlan:
         return self.scheduler.plan(step, self.division.now.of_step(step, self.view).checkpoint)
 
-    def _offer(self, plan: StepPlan) -> _Agreeing:
+    def _offer(self, plan: StepPlan) -> Agreeing:
         header = self.view.header
         record = StepRecord(
             release64=header.release64,
@@ -160,15 +162,16 @@ class EngineLoop:
             step=plan.step,
             prefill_rows=plan.prefill.num_tokens if plan.prefill else 0,
             decode_rows=plan.decode.num_tokens if plan.decode else 0,
-            has_work=int(self.scheduler.has_work),
+            has_work=int(self.scheduler.has_work or len(self.bare) > 0),
             stop=int(self._stop),
             staged_generation=max(self._staged),
             staged_epoch=self._staged[max(self._staged)].epoch,
             roles=self.division.now.number,
             roles64=self.division.now.digest64,
             staged_roles=self.division.newest_staged,
+            bare=self.bare.wanted(self.division.now, plan.step, self.view),
         )
-        return _Agreeing(self.view.transport.group.gather(record.to_tensor()))
+        return Agreeing(self.view.transport.group.gather(record.to_tensor()))
 
     def _take_roles(self, number: int) -> None:
         """Plan by the agreed roles from here on. The step at hand is planned already, and runs as it was."""
@@ -348,7 +351,7 @@ class EngineLoop:
         )
 
     def _has_news(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_work
+        return bool(self._inbox) or self.scheduler.has_work or len(self.bare) > 0
 
     def _take_inbox(self) -> None:
         while self._inbox:
@@ -377,6 +380,7 @@ class EngineLoop:
             self._closed = True
         self._take_inbox()
         self.outlet.deliver([Refusal(request_id, error) for request_id in self.scheduler.drain()])
+        self.bare.drain(error)
         self.load = self._look_at_load()
 
     def _advance(self, event: str) -> None:
@@ -384,16 +388,6 @@ class EngineLoop:
         if following is None:
             raise RayMoEError(f"rank {self.rank}: loop event {event!r} is illegal in state {self.state.value}")
         self.state = following
-
-
-class _Agreeing:
-    """A step record on its way, and the agreement that comes of it."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def result(self, *, opening: bool = False) -> Agreement:
-        return agree(StepRecord.lines(self._ticket.result()), opening=opening)
 
 
 class _Left(Exception):

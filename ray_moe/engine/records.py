@@ -112,7 +112,7 @@ class EngineStatus:
     Bytes are those that the groups counted. Decode units were replayed, or fell back for the reasons given.
     `peak_live_bytes` is the most that one layer's invocation held. `fan_out` sums the tokens of audited invocations,
     and the ranks and nodes that they reached. `local` layer invocations ran on one device alone; `torch_runners` says
-    why a CUDA device's experts are computed by torch.
+    why a CUDA device's experts are computed by torch. `bare_calls` of single layers brought `bare_tokens`.
     """
 
     rank: int
@@ -152,10 +152,12 @@ class EngineStatus:
 
 
 @dataclass(frozen=True)
+    bare_calls: int = 0
+    bare_tokens: int = 0
 class ModelFacts:
     """What a peer knows about the model once its trunk is loaded; equal on every peer.
 
-    `expert_bytes` are in the dtype of the pools, `gate_dtype` is by torch's name.
+    `expert_bytes` are in the dtype of the pools, `gate_dtype` is by torch's name. `top_k` are routes per token.
     """
 
     checkpoint_version: str
@@ -169,6 +171,8 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+    hidden_size: int = 0
+    top_k: int = 0
 class LoadProgress:
     """How far this peer is with its one-time work; read by whoever draws a progress bar."""
 

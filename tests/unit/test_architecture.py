@@ -36,7 +36,7 @@ DATA = VOCABULARY | {"kernels", "comm"}
 ENGINE = DATA | {"weights", "dataplane", "engine"}
 ACTORS = ENGINE | {"controlplane", "actors"}
 # How people come in; `models` ships the embedded checkpoint.
-DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "models"}
+DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "guidance", "models"}
 
 # Unit -> the units it may import besides itself and `deadline`, which is a leaf that anybody may wait through.
 ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
@@ -58,8 +58,8 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "text": VOCABULARY,
     "observe": VOCABULARY | {"controlplane"},
     "cluster": ACTORS | {"models"},
-    "sdk": ACTORS | {"models"},
-    "serve": ACTORS | {"models", "cluster", "sdk", "text"},
+    "sdk": ACTORS | {"models", "cluster", "text"},
+    "serve": ACTORS | {"models", "cluster", "sdk", "text", "guidance"},
     "batch": DOORS,
     "bench": DOORS | {"observe", "priority"},
     "cli": DOORS | {"observe", "batch", "bench", "priority"},
@@ -109,7 +109,7 @@ ALLOWED_WAITS: dict[str, str] = {
     "bench.layer: transport.group.gather(record).result": "the same ticket, timed",
     "engine.loop: self._offer(plan).result": "the step agreement's ticket",
     "engine.loop: ticket.result": "the step agreement's ticket",
-    "engine.loop: self._ticket.result": "the step agreement's ticket, inside the loop's own wrapper",
+    "comm.agreement: self._ticket.result": "the step agreement's ticket, inside the wrapper that the loop waits on",
 }
 
 # torch.distributed's process-wide group is one per process and cannot be rebuilt per epoch.
