@@ -263,7 +263,7 @@ class ExpertActor(LayerCalls):
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
         """Admit a request of `client`; what comes of it is fetched by `poll`, the scheduler's refusal too."""
-        self._desk.submit(client, request)
+        await self._desk.submit(client, request)
 
     async def poll(self, client: str, wait: float, known_members: int) -> Polled:
         """What `client`'s requests have been given since its last poll; waits up to `wait` seconds for a first item.

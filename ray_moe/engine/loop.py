@@ -364,7 +364,7 @@ class EngineLoop:
         where = (step, view.generation, view.epoch)
         self.outlet.deliver(
             [
-                StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason)
+                StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason, item.logprobs)
                 for item in emissions
             ]
         )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ray_moe.dataplane.route_counts import DemandReport
     from ray_moe.engine.generation import GenerationView
     from ray_moe.engine.sampling import SamplingParams
+    from ray_moe.engine.steering import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class GenerateRequest:
 @dataclass(frozen=True)
 class StreamRecord:
     """Tokens of one request from one step. `index` is the position of the first of `token_ids` in the generation; a
-    reader ignores an index it already has. The last record has a `finish_reason`: stop, length or cancelled (then it
-    has no tokens)."""
+    reader ignores an index it already has. The last record has a `finish_reason`: stop, length, failed (its grammar can
+    be followed no further) or cancelled (then it has no tokens). `logprobs` has an entry per token, or none when they
+    were not asked for."""
 
     request_id: str
     index: int
@@ -42,6 +44,7 @@ class StreamRecord:
     generation: int
     epoch: int
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,11 @@ class EngineStatus:
     resident_bytes: int = 0
     peak_resident_bytes: int = 0
     trunk_has_experts: bool = False
+    bare_calls: int = 0
+    bare_tokens: int = 0
 
 
 @dataclass(frozen=True)
-    bare_calls: int = 0
-    bare_tokens: int = 0
 class ModelFacts:
     """What a peer knows about the model once its trunk is loaded; equal on every peer.
 
@@ -168,11 +171,11 @@ class ModelFacts:
     max_positions: int
     gate_dtype: str
     trunk_parameters: int
+    hidden_size: int = 0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
-    hidden_size: int = 0
-    top_k: int = 0
 class LoadProgress:
     """How far this peer is with its one-time work; read by whoever draws a progress bar."""
 

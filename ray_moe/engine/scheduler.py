@@ -31,6 +31,7 @@ import torch
 from ray_moe.dataplane.phases import Phase, split_by_phase
 from ray_moe.engine.kvcache import BlockAllocator
 from ray_moe.engine.request import AdmissionLimits, FinishReason, OpenRequest, Request, RequestEvent, RequestState
+from ray_moe.engine.steering import SteeringColumns, TokenLogprobs
 from ray_moe.engine.units import Row, StepPlan, UnitBatch, UnitPlan, pack_unit
 from ray_moe.errors import ConfigError, RayMoEError, RequestError
 
@@ -45,6 +46,7 @@ class Emission:
     index: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the token, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -200,9 +202,18 @@ class Scheduler:
             [opened.request.params for _, opened in live],
             self.limits.block_size,
             self.device,
+            SteeringColumns.pack(
+                [opened.steer() for row, opened in live if row.samples], self.limits.vocab_size, self.device
+            ),
         )
 
-    def commit(self, unit: UnitPlan, batch: UnitBatch | None, tokens: Sequence[int]) -> list[Emission]:
+    def commit(
+        self,
+        unit: UnitPlan,
+        batch: UnitBatch | None,
+        tokens: Sequence[int],
+        logprobs: Sequence[tuple[TokenLogprobs, ...]] = (),
+    ) -> list[Emission]:
         """Takes the tokens sampled from `batch.sample_rows`, in order, and says what to deliver.
 
         `batch` is what `materialise` gave. Rows of requests cancelled after that are ignored. Raises RayMoEError, and
@@ -218,8 +229,8 @@ class Scheduler:
             if opened is not None and opened.residency == row.residency:
                 opened.committed = row.start + row.count
         return [
-            self._deliver(opened, int(token))
-            for row, token in zip(sampled, tokens, strict=True)
+            self._deliver(opened, int(token), found)
+            for row, token, found in zip(sampled, tokens, logprobs or [()] * len(tokens), strict=True)
             if (opened := self._find(row)) is not None
         ]
 
@@ -361,13 +372,13 @@ class Scheduler:
             if row.samples and row.index != opened.generated:
                 raise RayMoEError(f"{where} is given token {row.index}; its next is {opened.generated}")
 
-    def _deliver(self, opened: OpenRequest, token: int) -> Emission:
+    def _deliver(self, opened: OpenRequest, token: int, logprobs: tuple[TokenLogprobs, ...]) -> Emission:
         opened.pending -= 1
         opened.tokens.append(token)
-        reason = opened.request.finish_reason(token, opened.generated)
+        reason = opened.finish_reason(token)
         if reason is not None:
             self._close(opened, RequestEvent.FINISH)
-        return Emission(opened.request.request_id, opened.generated - 1, token, reason)
+        return Emission(opened.request.request_id, opened.generated - 1, token, reason, logprobs)
 
     def _close(self, opened: OpenRequest, event: RequestEvent) -> None:
         queue = self._waiting if opened.state is RequestState.WAITING else self._running

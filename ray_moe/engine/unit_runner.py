@@ -19,6 +19,7 @@ from ray_moe.engine.roles import Turn
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Emission, Scheduler
 from ray_moe.engine.state import LoopCounters, ReleaseTally
+from ray_moe.engine.steering import logprobs_of
 from ray_moe.engine.trunk import Binding, Trunk
 from ray_moe.engine.units import Row, StepPlan, UnitBatch, pack_unit
 from ray_moe.errors import CollectiveError
@@ -131,11 +132,13 @@ class UnitRunner:
                 ran.append(Ran(view))
             if logits_BV is None or batch is None or unit is None:
                 continue
-            tokens = batch.sampling.sample(logits_BV).tolist()
+            tokens_B = batch.choose(logits_BV)
+            logprobs = logprobs_of(logits_BV, tokens_B, batch.logprobs)
+            tokens = tokens_B.tolist()
             if shadowed is not None and turn.shadow is not None:
                 tally = self._counters.of_release(turn.shadow.release_id)
-                _compare(tally, shadowed, logits_BV, batch.sampling.sample(shadowed).tolist(), tokens)
-            ran[-1].emissions.extend(self._scheduler.commit(unit, batch, tokens))
+                _compare(tally, shadowed, logits_BV, batch.choose(shadowed).tolist(), tokens)
+            ran[-1].emissions.extend(self._scheduler.commit(unit, batch, tokens, logprobs))
         for part in ran:
             self._counters.of_release(part.view.release_id).ran(agreed.step, len(part.emissions))
         return ran

@@ -55,8 +55,11 @@ class Server:
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
 
-    def health(self) -> httpx.Response:
-        return httpx.get(f"{self.url}/health", timeout=60, trust_env=False)
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False)
+
+    def ready(self) -> httpx.Response:
+        return self.get("/ready")
 
     def events(self, path: str, body: dict[str, Any]) -> list[str]:
         """What follows `data: ` in each event of a stream."""
@@ -127,9 +130,10 @@ def error_in(response: httpx.Response) -> dict[str, Any]:
 # -- Answers
 
 
-def test_health_and_the_model_list_name_the_model(server: Server) -> None:
-    health = server.health()
-    assert (health.status_code, health.json()["model"]) == (200, MODEL)
+def test_readiness_and_the_model_list_name_the_model(server: Server) -> None:
+    ready = server.ready()
+    assert (ready.status_code, ready.json()["model"]) == (200, MODEL)
+    assert server.get("/health").json() == {"status": "ok"}
     assert [model.id for model in server.openai.models.list()] == [MODEL]
     assert server.openai.models.retrieve(MODEL).owned_by == "ray_moe"
 
@@ -368,7 +372,9 @@ def test_a_client_that_leaves_while_the_first_token_is_computed_frees_the_cache(
         ({"prompt": []}, 400, "prompt", None, "the prompt has 0 tokens; it must have at least 1"),
         ({"prompt": [1, 10**9]}, 400, "prompt", None, "prompt holds token id 1000000000; ids must be in [0, "),
         ({"max_tokens": 10**6}, 400, "max_tokens", None, "add up to 10000"),
-        ({"n": 2}, 400, "n", None, "n is 2; this server supports only 1"),
+        ({"n": 9}, 400, "n", None, "n is 9; it must be less than or equal to 8"),
+        ({"best_of": 2}, 400, "best_of", None, "best_of is 2; this server supports only 1"),
+        ({"logit_bias": {"999999": 1}}, 400, "logit_bias", None, "logit_bias holds token id 999999; ids must be in"),
         ({"temperature": -1}, 400, "temperature", None, "temperature is -1; it must be greater than or equal to 0"),
     ],
 )
@@ -398,8 +404,10 @@ def test_the_openai_client_raises_its_own_errors(server: Server) -> None:
         server.openai.completions.create(**GREEDY | {"model": "gpt-4"})
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+        server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, n=30)
     assert bad.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="it has no embeddings"):
+        server.openai.embeddings.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
         server.openai.completions.create(**GREEDY | {"max_tokens": 0}, stream=True)
 
@@ -407,14 +415,14 @@ def test_the_openai_client_raises_its_own_errors(server: Server) -> None:
 def test_a_cluster_that_does_not_run_is_refused_before_anything_is_started(server: Server) -> None:
     with pytest.raises(NotServingError, match="no cluster named 'nowhere'"):
         app.run("nowhere", host="127.0.0.1", port=free_port(), seconds=30)
-    assert server.health().status_code == 200
+    assert server.ready().status_code == 200
 
 
 def test_serve_on_another_address_than_the_running_one_is_refused(server: Server) -> None:
     port = free_port()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         app.run(NAME, host="127.0.0.1", port=port, seconds=60)
-    assert server.health().status_code == 200
+    assert server.ready().status_code == 200
 
 
 # -- The last test: it ends the module's cluster
@@ -436,9 +444,10 @@ def test_a_peers_death_ends_streams_with_an_error_event_and_is_503_from_then_on(
     answer = server.post(COMPLETIONS, GREEDY)
     assert answer.status_code == 503
     assert error_in(answer)["code"] == "peer_lost"
-    # Health is the controller's word, and that looks at its peers a few times a second.
-    wait_until(lambda: server.health().status_code == 503)
-    assert error_in(server.health())["code"] == "peer_lost"
+    # Readiness is the controller's word, and that looks at its peers a few times a second.
+    wait_until(lambda: server.ready().status_code == 503)
+    assert error_in(server.ready())["code"] == "peer_lost"
+    assert server.get("/health").status_code == 200
     with pytest.raises(openai.InternalServerError) as caught:
         server.openai.completions.create(**GREEDY)
     assert caught.value.code == "peer_lost"

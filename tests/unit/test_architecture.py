@@ -54,8 +54,9 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "dataplane": DATA,
     "engine": DATA | {"weights", "dataplane"},
     "controlplane": TORCH_FREE_VOCABULARY,
-    "actors": ENGINE | {"controlplane", "models", "priority"},
+    "actors": ENGINE | {"controlplane", "models", "priority", "text", "guidance"},
     "text": VOCABULARY,
+    "guidance": VOCABULARY,
     "observe": VOCABULARY | {"controlplane"},
     "cluster": ACTORS | {"models"},
     "sdk": ACTORS | {"models", "cluster", "text"},
@@ -73,7 +74,7 @@ ONLY_IN: dict[str, frozenset[str]] = {
         {"actors", "serve", "observe", "bench", "comm.rendezvous", "cluster", "sdk", "batch", "cli", "deadline"}
     ),
     # Frozen dataclasses cross every other boundary.
-    "pydantic": frozenset({"manifest", "config", "relations", "plans", "serve.schema"}),
+    "pydantic": frozenset({"manifest", "config", "relations", "plans", "serve.schema", "serve.messages"}),
 }
 
 # Library -> the places that must do without it.
