@@ -28,6 +28,7 @@ from ray_moe.serve.admission import Capacity, Gate
 from ray_moe.serve.answers import Answer, prepare
 from ray_moe.serve.asking import Bounds
 from ray_moe.serve.counters import CONTENT_TYPE, Counters, Timing
+from ray_moe.serve.experts import experts_routes
 from ray_moe.serve.generation import Backend, Backends
 from ray_moe.serve.openapi import failures
 from ray_moe.serve.problems import Problem, shape_errors, unknown_model
@@ -117,6 +118,7 @@ def openai_api(
         """What this replica has counted, for Prometheus."""
         return Response(counters.text(), media_type=CONTENT_TYPE)
 
+    api.include_router(experts_routes(backends, gate))
     if cluster is not None:
         api.include_router(admin_routes(cluster))
     openapi.describe(api, keys=rules.api_keys is not None)

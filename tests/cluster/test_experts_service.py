@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
+import httpx
 import pytest
 import ray
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -32,8 +35,10 @@ from ray_moe.errors import (
     PeerLostError,
     RequestError,
 )
+from ray_moe.http_client import AsyncMoEClient, BadRequestError, MoEClient, NotFoundError
 from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client, ClusterClient, connect
+from ray_moe.serve import app
 from ray_moe.weights.sources import experts_modules
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -88,7 +93,7 @@ def shape() -> tuple[int, int, int]:
 def rows(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     hidden, experts, top_k = shape()
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :top_k]
+    ids = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
     gates = torch.rand(tokens, top_k, generator=generator)
     return torch.randn(tokens, hidden, generator=generator), ids, gates
 
@@ -299,6 +304,103 @@ def test_text_and_tokens_come_without_asyncio(client: ClusterClient) -> None:
     until(lambda: sum(peer.kv_blocks_used for peer in client.cluster.status().peers) == 0)
 
 
+# ---- over HTTP
+
+
+@pytest.fixture(scope="module")
+def url(cluster: Cluster) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    app.run(NAME, host="127.0.0.1", port=port, seconds=120)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        app.shutdown()
+
+
+def test_a_layer_over_http_is_the_same_layer(url: str) -> None:
+    async def asked(given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        async with AsyncMoEClient(url) as http:
+            return await http.experts(3).forward(*given)
+
+    with MoEClient(url) as http:
+        for tokens in (0, 1, 150):
+            given = rows(tokens, seed=tokens)
+            torch.testing.assert_close(http.experts(3).forward(*given), own(3, given), **FP32)
+            torch.testing.assert_close(asyncio.run(asked(given)), own(3, given), **FP32)
+
+
+def test_what_is_no_call_of_a_layer_is_refused_over_http_by_name(cluster: Cluster, url: str) -> None:
+    given = dict(zip(("hidden", "topk_ids", "topk_weights"), rows(3), strict=True))
+
+    class Harmful:
+        def __reduce__(self) -> tuple:
+            return (os._exit, (1,))
+
+    def post(body: bytes, layer: object = 0, kind: str = "application/octet-stream") -> tuple[int, str, str | None]:
+        where = f"{url}/v1/experts/{layer}/forward"
+        answer = httpx.post(where, content=body, headers={"content-type": kind}, trust_env=False, timeout=30)
+        error = answer.json()["error"]
+        return answer.status_code, error["message"], error["param"]
+
+    good = save(given)
+    for body, why, param in (
+        (pickle.dumps(Harmful()), "the request body is not safetensors", None),
+        (b"", "the request body is not safetensors", None),
+        (good[:-7], "the request body is not safetensors", None),
+        (save({"hidden": given["hidden"]}), "it must hold ['hidden', 'topk_ids', 'topk_weights']", None),
+        (save({**given, "hidden": given["hidden"].half()}), "in float32, found", "hidden"),
+        (save({**given, "topk_ids": given["topk_ids"] + 99}), "must be in [0, 12), found", "topk_ids"),
+    ):
+        status, message, refused = post(body)
+        assert (status, refused) == (400, param), message
+        assert why in message
+    assert post(good, 77)[:2] == (400, "layer must be one with routed experts, of (0, 1, 2, 3), found 77")
+    assert post(good, "first")[0] == post(good, -1)[0] == 400
+    assert post(good, kind="application/json")[0] == 415
+    with MoEClient(url) as http, pytest.raises(BadRequestError, match="in float32") as refused:
+        http.experts(0).forward(given["hidden"].double(), given["topk_ids"], given["topk_weights"])
+    assert (refused.value.status, refused.value.param) == (400, "hidden")
+    assert isinstance(refused.value, ConfigError), "the same error as inside the cluster"
+    until(lambda: references(cluster) == 2)
+
+
+def test_the_client_gives_what_the_cluster_generates_whole_and_in_chunks(client: ClusterClient, url: str) -> None:
+    prompt, greedy = "To be, or not to be", {"max_tokens": 24, "temperature": 0}
+    expected = client.decode(client.generate(prompt, max_tokens=24, temperature=0.0).token_ids)
+    messages = [{"role": "user", "content": "Who goes there?"}]
+    with MoEClient(url) as http:
+        assert http.ready()
+        whole = http.complete(prompt, **greedy)
+        assert whole.text == expected
+        assert whole.usage["completion_tokens"] == len(client.tokenizer.encode(expected)) or whole.choices
+        chunks = list(http.stream_complete(prompt, stream_options={"include_usage": True}, **greedy))
+        assert "".join(chunk.text for chunk in chunks) == expected
+        assert chunks[-1].usage == whole.usage
+        said = http.chat(messages, **greedy)
+        assert "".join(chunk.text for chunk in http.stream_chat(messages, **greedy)) == said.text
+
+    async def asked() -> tuple[str, str]:
+        async with AsyncMoEClient(url) as other:
+            stream = await other.stream_complete(prompt, **greedy)
+            return (await other.chat(messages, **greedy)).text, "".join([chunk.text async for chunk in stream])
+
+    assert asyncio.run(asked()) == (said.text, expected)
+
+
+def test_a_stream_that_is_closed_frees_its_blocks_and_errors_have_types(cluster: Cluster, url: str) -> None:
+    with MoEClient(url) as http:
+        with http.stream_complete("To be", max_tokens=1500, temperature=0, ignore_eos=True) as stream:
+            next(stream)
+        until(lambda: sum(peer.kv_blocks_used for peer in cluster.status().peers) == 0)
+        with pytest.raises(NotFoundError, match="this server has"):
+            http.complete("To be", model="another")
+        with pytest.raises(BadRequestError) as refused:
+            http.complete("To be", max_tokens=0, request_id="mine-1")
+        assert (refused.value.param, refused.value.request_id) == ("max_tokens", "mine-1")
+
+
 def test_a_registry_that_was_started_again_grants_and_calls_go_on(cluster: Cluster, client: ClusterClient) -> None:
     routing = ray.get_actor(f"{NAME}.routing", namespace="ray_moe")
     ray.kill(routing, no_restart=False)
@@ -306,7 +408,7 @@ def test_a_registry_that_was_started_again_grants_and_calls_go_on(cluster: Clust
     torch.testing.assert_close(client.experts(0).forward(*given), own(0, given), **FP32)
 
 
-def test_a_cluster_that_is_gone_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cluster_that_is_gone_is_named(cluster: Cluster) -> None:
     with connect(cluster=NAME) as connected:
         layer = connected.experts(0)
         layer.forward(*rows(2))

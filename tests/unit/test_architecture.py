@@ -40,7 +40,7 @@ DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "guidance", "models"}
 
 # Unit -> the units it may import besides itself and `deadline`, which is a leaf that anybody may wait through.
 ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
-    "__init__": frozenset(),
+    "__init__": frozenset({"http_client", "sdk", "plugin"}),
     "__main__": frozenset({"cli"}),
     "errors": frozenset(),
     "deadline": frozenset({"errors"}),
@@ -61,6 +61,8 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "cluster": ACTORS | {"models"},
     "sdk": ACTORS | {"models", "cluster", "text"},
     "serve": ACTORS | {"models", "cluster", "sdk", "text", "guidance"},
+    "http_client": frozenset({"errors"}),
+    "plugin": ENGINE | {"sdk"},
     "batch": DOORS,
     "bench": DOORS | {"observe", "priority"},
     "cli": DOORS | {"observe", "batch", "bench", "priority"},
