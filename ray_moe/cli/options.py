@@ -53,6 +53,24 @@ TrustRemoteCode = Annotated[
     bool | None, typer.Option("--trust-remote-code", help="Run modelling code that the model brings along.")
 ]
 
+ApiKeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-keys-file",
+        metavar="FILE",
+        help="Keys that open the HTTP API, one per line (also: RAY_MOE_API_KEYS); without any, only a loopback --host.",
+    ),
+]
+AdminTokensFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-tokens-file",
+        metavar="FILE",
+        help="Tokens that open the admin routes (also: RAY_MOE_ADMIN_TOKENS); without any, these are off.",
+    ),
+]
+NoAuth = Annotated[bool, typer.Option("--no-auth", help="Let everybody in who reaches the HTTP API's address.")]
+
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -100,7 +100,7 @@ class Place:
     """One request's room in the gate."""
 
     def __init__(self, gate: Gate, generations: int) -> None:
-        self._gate, self._generations = gate, generations
+        self._gate, self.generations = gate, generations
         self._entered = time.monotonic()
         self._left = False
 
@@ -109,4 +109,4 @@ class Place:
         if not self._left:
             self._left = True
             self._gate._finished(time.monotonic() - self._entered)
-            self._gate._leave(self._generations)
+            self._gate._leave(self.generations)

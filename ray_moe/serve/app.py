@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -29,7 +28,7 @@ from ray_moe.serve.admission import Capacity
 from ray_moe.serve.api import Limits, openai_api
 from ray_moe.serve.asking import Bounds
 from ray_moe.serve.generation import Backends, ClusterDoor
-from ray_moe.serve.keys import ADMIN_TOKENS, API_KEYS, Keys, read_keys
+from ray_moe.serve.keys import API_KEYS, Keys, args_for, with_digests
 from ray_moe.serve.schema import AppArgs
 from ray_moe.text import load_tokenizer
 
@@ -82,53 +81,15 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     return deployment(serve.ingress(api)()).bind()
 
 
-def with_digests(args: AppArgs) -> AppArgs:
-    """The arguments with the digests of their keys, read here, instead of where these lie. Raises `ConfigError`."""
-    return args.model_copy(
-        update={
-            "api_keys_file": None,
-            "admin_tokens_file": None,
-            "api_key_digests": args.api_key_digests or read_keys(args.api_keys_file, API_KEYS),
-            "admin_token_digests": args.admin_token_digests or read_keys(args.admin_tokens_file, ADMIN_TOKENS),
-        }
-    )
-
-
-def app_args(host: str, args: AppArgs) -> AppArgs:
-    """The arguments for an application at `host`, with their keys' digests: on a loopback address an API key is not
-    needed, and where there is none `no_auth` is set.
-
-    Raises `ConfigError` for keys that cannot be read, and on any other address without an API key or `no_auth`.
-    """
-    found = with_digests(args)
-    if found.api_key_digests or found.no_auth:
-        return found
-    if not _is_loopback(host):
-        raise ConfigError(
-            f"host is {host}, which others can reach, and there is no API key: name a file of them (--api-keys-file), "
-            f"set {API_KEYS}, or let everybody in (--no-auth)"
-        )
-    return found.model_copy(update={"no_auth": True})
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may lead anywhere
-
-
 def run(cluster_name: str, *, host: str, port: int, seconds: float, args: AppArgs | None = None) -> None:
     """Serve a running cluster at http://host:port and return once /ready answers there.
 
     Raises `NotServingError` or `PeerLostError` when the cluster does not serve, `ConfigError` when the address cannot
-    be had, the model has no tokenizer or `app_args` refuses, `DeadlineError` after `seconds`. What was started is taken
+    be had, the model has no tokenizer or `args_for` refuses, `DeadlineError` after `seconds`. What was started is taken
     down again.
     """
     deadline = Deadline(seconds)
-    wanted = app_args(host, args or AppArgs()).model_copy(update={"cluster": cluster_name})
+    wanted = args_for(host, args or AppArgs()).model_copy(update={"cluster": cluster_name})
     directory = connect(cluster_name).directory()
     check_tokenizer(directory.model_path, directory.config.trust_remote_code)
     check_address(host, port)

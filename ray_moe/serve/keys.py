@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ray_moe.errors import ConfigError
+from ray_moe.serve.schema import AppArgs
 
 API_KEYS, ADMIN_TOKENS = "RAY_MOE_API_KEYS", "RAY_MOE_ADMIN_TOKENS"
 SHORTEST = 16  # characters: digests of shorter keys could be guessed
@@ -61,3 +63,51 @@ def _digests(source: str, lines: Sequence[str]) -> list[str]:
                 "characters and no blank"
             )
     return [digest_of(key) for key in keys]
+
+
+# -- Of an application
+
+
+def with_digests(args: AppArgs) -> AppArgs:
+    """The arguments with the digests of their keys, read here, instead of where these lie. Raises `ConfigError`."""
+    return args.model_copy(
+        update={
+            "api_keys_file": None,
+            "admin_tokens_file": None,
+            "api_key_digests": args.api_key_digests or read_keys(args.api_keys_file, API_KEYS),
+            "admin_token_digests": args.admin_token_digests or read_keys(args.admin_tokens_file, ADMIN_TOKENS),
+        }
+    )
+
+
+def args_for(host: str, args: AppArgs) -> AppArgs:
+    """The arguments for an application at `host`, with their keys' digests: on a loopback address an API key is not
+    needed, and where there is none `no_auth` is set.
+
+    Raises `ConfigError` for keys that cannot be read, and on any other address without an API key or `no_auth`.
+    """
+    found = with_digests(args)
+    if found.api_key_digests or found.no_auth:
+        return found
+    if not _is_loopback(host):
+        raise ConfigError(
+            f"host is {host}, which others can reach, and there is no API key: name a file of them (--api-keys-file), "
+            f"set {API_KEYS}, or let everybody in (--no-auth)"
+        )
+    return found.model_copy(update={"no_auth": True})
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may lead anywhere
+
+
+def guarded_args(host: str, api_keys: Path | None, admin_tokens: Path | None, *, no_auth: bool) -> AppArgs:
+    """`args_for` an application with nothing but its keys' files named. Raises as it."""
+    files = {"api_keys_file": api_keys, "admin_tokens_file": admin_tokens}
+    named = {field: str(path) for field, path in files.items() if path is not None}
+    return args_for(host, AppArgs.parse({**named, "no_auth": no_auth}))

@@ -209,7 +209,7 @@ def _pattern(before: str, between: str) -> re.Pattern[str]:
     def blanks(text: str) -> str:
         return r"\s*".join(map(re.escape, text.split()))
 
-    return re.compile(rf"\s*{blanks(before)}\s*(?P<name>[\w-]{{1,{_LONGEST_NAME}}}){blanks(between)}\s*(?=\{{)")
+    return re.compile(rf"\s*{blanks(before)}\s*(?P<name>[\w-]{{1,{_LONGEST_NAME}}})\s*{blanks(between)}\s*(?=\{{)")
 
 
 class _JsonObject:

@@ -164,6 +164,15 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.Capt
     assert capsys.readouterr().err == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
+def test_an_address_that_others_reach_without_a_key_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["up", "--model", "tiny-moe", "--host", "0.0.0.0"]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("error: host is 0.0.0.0, which others can reach, and there is no API key")
+    assert "--api-keys-file" in refused and "--no-auth" in refused
+
+
 # ---- what it prints ----
 
 
