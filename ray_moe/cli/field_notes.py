@@ -109,7 +109,6 @@ REQUEST = {
     "user": "Ignored.",
     "ignore_eos": "Go on past the model's end. Not one of OpenAI's.",
     "echo": "The prompt comes before the text.",
-    "suffix": "Refused.",
     "logprobs": "Log probabilities; for a completion, beside so many of the likeliest tokens'.",
     "top_logprobs": "Beside so many of the likeliest tokens'.",
     "tools": "Functions that the model may call, in the form of its chat template.",
