@@ -132,13 +132,9 @@ class CallDesk:
         opened = self._open.get(handle_id)
         if opened is None:
             raise self._refusal(handle_id)
-        try:
-            result = await wait_for(
-                asyncio.shield(opened.outcome), self._config.call_lease_s + 1, f"step of handle {handle_id}"
-            )
-        finally:
-            if opened.outcome.done() and not opened.outcome.cancelled() and opened.outcome.exception() is not None:
-                self._forget(opened.handle)
+        result = await wait_for(
+            asyncio.shield(opened.outcome), self._config.call_lease_s + 1, f"step of handle {handle_id}"
+        )
         handle = opened.handle
         handle.lifetime.advance("submit_combine")  # of two that waited, the second ends here
         handle.lifetime.advance("complete_combine")
@@ -197,6 +193,7 @@ class CallDesk:
         opened.handle.abandon()
         self._remember(opened.handle.handle_id, lambda: outcome)
         _fail(opened.outcome, outcome)
+        self._forget(opened.handle)
 
     def _expire(self, handle_id: str) -> None:
         opened = self._open.get(handle_id)

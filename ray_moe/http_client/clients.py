@@ -118,7 +118,7 @@ class MoEClient:
                 failure = calls.failure_of(error, self._http.base_url)
                 if not isinstance(failure, UnreachableError):
                     raise failure from error
-            wait = self._retries.wait(tried, failure, deadline.left)
+            wait = self._retries.delay(tried, failure, deadline.left)
             if wait is None:
                 raise failure
             pause(wait)
@@ -272,7 +272,7 @@ class AsyncMoEClient:
                 failure = calls.failure_of(error, self._http.base_url)
                 if not isinstance(failure, UnreachableError):
                     raise failure from error
-            wait = self._retries.wait(tried, failure, deadline.left)
+            wait = self._retries.delay(tried, failure, deadline.left)
             if wait is None:
                 raise failure
             await asyncio.sleep(wait)

@@ -34,7 +34,7 @@ class Retries:
                 f"{self.longest_s}"
             )
 
-    def wait(self, tried: int, failure: ClientError, left: float) -> float | None:
+    def delay(self, tried: int, failure: ClientError, left: float) -> float | None:
         """Seconds until the next try after `tried` retries; None where `failure` is the caller's.
 
         `left` is what remains of the caller's patience: a wait that does not fit is not begun.

@@ -17,7 +17,7 @@ from ray_moe import cluster as clusters
 from ray_moe.actors.remote import NAMESPACE
 from ray_moe.cluster import Cluster
 from ray_moe.deadline import wait_future
-from ray_moe.engine.records import StreamRecord
+from ray_moe.engine.records import ModelFacts, StreamRecord
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, NotServingError
 from ray_moe.sdk.client import Client, Generation
@@ -129,9 +129,14 @@ class ClusterClient:
         return LayerExperts(self, self._client.experts(layer))
 
     @property
+    def facts(self) -> ModelFacts:
+        """Sizes of the model, and the version of its checkpoint."""
+        return self._client.directory.facts
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have routed experts."""
-        return self._client.directory.facts.moe_layers
+        return self.facts.moe_layers
 
     # ---- its thread ----
 

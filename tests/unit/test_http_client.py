@@ -355,14 +355,14 @@ def test_a_stream_is_asked_for_again_as_long_as_it_has_not_begun(script: Script,
 @given(st.integers(0, 5), st.floats(0, 1, exclude_max=True), st.floats(0.0, 100.0))
 def test_a_wait_is_bounded_by_policy_and_patience(tried: int, chance: float, left: float) -> None:
     policy = Retries(3, 0.5, 2.0, lambda: chance)
-    wait = policy.wait(tried, UnreachableError("nobody"), left)
+    wait = policy.delay(tried, UnreachableError("nobody"), left)
     if tried >= 3:
         assert wait is None
     elif wait is not None:
         assert 0 <= wait <= min(2.0, 0.5 * 2**tried)
         assert wait < left
-    assert policy.wait(0, ServerFailedError(500, "what", retry_after=0.0), left) is None
-    assert policy.wait(0, BrokenAnswerError("broke"), left) is None
+    assert policy.delay(0, ServerFailedError(500, "what", retry_after=0.0), left) is None
+    assert policy.delay(0, BrokenAnswerError("broke"), left) is None
 
 
 def test_retry_after_is_a_number_or_a_date() -> None:
