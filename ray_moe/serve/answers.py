@@ -15,9 +15,7 @@ from ray_moe.serve.schema import ChatRequest, CompletionRequest
 from ray_moe.serve.tools import ToolReader
 
 
-async def prepare(
-    backends: Backends, backend: Backend, body: CompletionRequest | ChatRequest, bounds: Bounds
-) -> Work:
+async def prepare(backends: Backends, backend: Backend, body: CompletionRequest | ChatRequest, bounds: Bounds) -> Work:
     """What the engine is to do for a request, found beside the event loop: prompts are tokenized, its format compiled.
 
     Raises `RequestError` for what the model cannot do, or `bounds` do not allow.

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -206,55 +207,79 @@ class TextGeneration:
         self._backends, self._backend, self._deadline = backends, backend, deadline
         self._text = TextStream(backend.tokenizer, params.stop, keep_special=keep_special)
         self._keep_special = keep_special
-        self._arrived: asyncio.Queue[StreamRecord | None] = asyncio.Queue()
+        self._arrived: deque[StreamRecord | None] = deque()  # None is the last
+        self._news = asyncio.Event()
         self._pump = backends.spawn(self._run(prompt_ids, params))
         self._cancelling: asyncio.Task[None] | None = None
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Steps up to and including the one with a finish reason, `stop` when a stop string was found.
+        """Steps up to and including the one with a finish reason, `stop` when a stop string was found. What came while
+        its reader was busy is one step, so that a replica with more streams than it can keep up with says fewer words.
 
         Raises as `Client.stream`.
         """
         tokens = 0
         while True:
-            record = await self._next()
-            text = ""
-            for token in record.token_ids:
-                tokens += 1
-                if self._keep_special and record.finish_reason == "stop":
-                    break  # one token per record: this is the one that says it ended
-                text += self._text.push((token,))
-                if self._text.stopped:
+            text, reason = "", None
+            scored: list[tuple[int, TokenLogprobs]] = []
+            for record in await self._next():
+                count, piece, reason = self._read(record)
+                tokens, text = tokens + count, text + piece
+                scored += zip(record.token_ids, record.logprobs, strict=False)
+                if reason is not None:
                     break
-            if record.finish_reason is not None:
-                text += self._text.finish()
-            reason = "stop" if self._text.stopped else record.finish_reason
-            scored = tuple(zip(record.token_ids, record.logprobs, strict=False))
-            yield Step(text, tokens, reason, scored)
+            yield Step(text, tokens, reason, tuple(scored))
             if reason is not None:
                 return
 
-    async def _next(self) -> StreamRecord:
-        seconds, what = self._backend.request_deadline_s, f"next step of {self.request_id}"
+    def _read(self, record: StreamRecord) -> tuple[int, str, str | None]:
+        """Its tokens, up to the one that completed a stop string; the text that is certain after them; why it ended."""
+        count, text = 0, ""
+        for token in record.token_ids:
+            count += 1
+            if self._keep_special and record.finish_reason == "stop":
+                break  # one token per record: this is the one that says it ended
+            text += self._text.push((token,))
+            if self._text.stopped:
+                return count, text, "stop"
+        if record.finish_reason is not None:
+            text += self._text.finish()
+        return count, text, "stop" if self._text.stopped else record.finish_reason
+
+    async def _next(self) -> list[StreamRecord]:
+        """What has arrived, once there is something; an error that follows it is raised the next time."""
         if self._deadline is not None:
             self._deadline.check(self.request_id)
-            seconds = min(seconds, self._deadline.left)
-        try:
-            record = await wait_for(self._arrived.get(), seconds, what)
-        except DeadlineError:
-            if self._deadline is not None:
-                self._deadline.check(self.request_id)
-            raise
+        if not self._arrived:
+            await self._wait()
+        records: list[StreamRecord] = []
+        while self._arrived:
+            record = self._arrived[0]
+            if record is None or record.finish_reason in ("cancelled", "failed"):
+                break
+            records.append(record)
+            self._arrived.popleft()
+        if records:
+            return records
         if record is None:
             await self._pump  # raises what ended it
             raise NotServingError(f"{self.request_id} ended without a finish reason")
         if record.finish_reason == "cancelled":
             raise NotServingError(f"{self.request_id} was cancelled by the cluster")
-        if record.finish_reason == "failed":
-            raise RequestError(
-                f"the output's format became too complex after {record.index + 1} tokens", "response_format"
-            )
-        return record
+        raise RequestError(f"the output's format became too complex after {record.index} tokens", "response_format")
+
+    async def _wait(self) -> None:
+        """Until something has arrived. Raises `DeadlineError`."""
+        seconds = self._backend.request_deadline_s
+        if self._deadline is not None:
+            seconds = min(seconds, self._deadline.left)
+        self._news.clear()
+        try:
+            await wait_for(self._news.wait(), seconds, f"next step of {self.request_id}")
+        except DeadlineError:
+            if self._deadline is not None:
+                self._deadline.check(self.request_id)
+            raise
 
     def close(self) -> None:
         """End the generation if it still runs. Returns at once, so that a cancelled task can call it."""
@@ -264,12 +289,14 @@ class TextGeneration:
     async def _run(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         try:
             async for record in self._backend.client.stream(prompt_ids, params, request_id=self.request_id):
-                self._arrived.put_nowait(record)
+                self._arrived.append(record)
+                self._news.set()
         except (PeerLostError, NotServingError):
             self._backends.failed(self._backend)
             raise
         finally:
-            self._arrived.put_nowait(None)
+            self._arrived.append(None)
+            self._news.set()
 
     async def _cancel(self) -> None:
         deadline = Deadline(_CANCEL_S)

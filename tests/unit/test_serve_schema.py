@@ -260,10 +260,8 @@ def test_the_engine_gets_what_was_asked_and_its_own_defaults_for_the_rest() -> N
     asked |= {"presence_penalty": 0.5, "frequency_penalty": -1.5, "logprobs": 3}
     given = {**PROMPT, **asked, "stop": "a", "max_completion_tokens": 7, "logit_bias": {"5": -100, "7": 0.5}}
     full = CompletionRequest.model_validate(given)
-    assert full.sampling(16) == SamplingParams(
-        **asked, stop=("a",), max_tokens=7, logit_bias=((5, -100.0), (7, 0.5))
-    )
-    assert bare.sampling(16, "start: \"x\"").grammar == "start: \"x\""
+    assert full.sampling(16) == SamplingParams(**asked, stop=("a",), max_tokens=7, logit_bias=((5, -100.0), (7, 0.5)))
+    assert bare.sampling(16, 'start: "x"').grammar == 'start: "x"'
     chat = ChatRequest.model_validate({**MESSAGES, "logprobs": True})
     assert chat.sampling(16).logprobs == 0
     assert ChatRequest.model_validate({**MESSAGES, "logprobs": True, "top_logprobs": 4}).sampling(16).logprobs == 4
