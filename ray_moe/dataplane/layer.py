@@ -195,9 +195,14 @@ class ExpertLayer:
         return out_TD
 
     def assigned(self, physical_slot_N: Tensor) -> ExpertLayer:
-        """This layer under replica choices that are made already, by route id from 0; each is checked as any other."""
+        """This layer under replica choices that are made already, by route id from 0; each is checked as any other.
+
+        Between several peers its invocations go by handles: only there are counts agreed that no step record says.
+        """
         layer = copy.copy(self)
         layer.policy = Assigned(physical_slot_N)
+        if self.slots.num_peers > 1:
+            layer.local = None
         return layer
 
     def _eager_path(self, unit: Phase) -> Path:

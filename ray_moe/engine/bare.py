@@ -23,7 +23,6 @@ from ray_moe.comm.agreement import Agreement
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
 from ray_moe.dataplane.known_routes import BARE, origin_of, routes_of
 from ray_moe.dataplane.layer import ExpertLayer, Invocation
-from ray_moe.dataplane.plan import SlotMap
 from ray_moe.engine.blocks import BlockFacts
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.roles import Roles, Turn
@@ -78,6 +77,7 @@ class BareLayers:
     ) -> None:
         self._origin, self._blocks, self._max_tokens, self._counters = origin_of(rank), blocks, max_tokens, counters
         self._empty_TD = torch.zeros(0, trunk.hidden_size, dtype=trunk.dtype, device=trunk.device)
+        self._no_positions_N = torch.zeros(0, dtype=torch.int64, device=trunk.device)
         self._audit_every = round(1 / audit_rate) if audit_rate > 0 else 0
         self._waiting: dict[str, BareCall] = {}  # by handle id, first come first
         self._offered: dict[str, int] = {}  # by handle id, the last step that was offered to run it
@@ -154,15 +154,15 @@ class BareLayers:
 
     def _run(self, layer: ExpertLayer, index: int, top_k: int, invocation: Invocation, batch: _Batch) -> None:
         if not batch.calls:
-            layer.join_empty(self._empty_TD, top_k, self.gate_of(index), invocation)
+            layer.assigned(self._no_positions_N).join_empty(self._empty_TD, top_k, self.gate_of(index), invocation)
             return
         hidden_TD, routes, positions_N = batch.packed(self._empty_TD.device)
         out_TD = layer.assigned(positions_N).forward(hidden_TD, routes, invocation).cpu()
         self._counters.bare_calls += len(batch.calls)
         self._counters.bare_tokens += routes.num_tokens
         sizes = [call.num_tokens for call in batch.calls]
+        header = layer.header
         for call, mine_TD in zip(batch.calls, out_TD.split(sizes), strict=True):
-            header = layer.header
             self._settle(call, BareResult(mine_TD, invocation.step, header.generation, header.epoch))
 
     def _batch(self, layer: int, view: GenerationView, step: int) -> _Batch:
@@ -174,7 +174,7 @@ class BareLayers:
             if calls and not self._fits(tokens, call):
                 break
             try:
-                routes.append(_routes(call, view.layers[layer].slots, self._origin))
+                routes.append(routes_of(call.handle, view.layers[layer].slots, self._origin))
             except RayMoEError as error:
                 self._settle(call, error)
                 continue
@@ -222,10 +222,6 @@ def _view_of(turn: Turn) -> GenerationView:
 
 def _bits(view: GenerationView) -> list[tuple[int, int]]:
     return [(layer, 1 << position % _BITS) for position, layer in enumerate(view.layers)]
-
-
-def _routes(call: BareCall, slots: SlotMap, origin: str) -> Routes:
-    return routes_of(call.handle, slots, origin)
 
 
 def _stale(call: BareCall, header: HandleHeader) -> StaleHandleError:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from ray_moe.comm.agreement import agree
 from ray_moe.dataplane.handle import DispatchHandle, HandleABI, HandleHeader
 from ray_moe.dataplane.known_routes import bind_known_routes, call_scope, origin_of, routes_of
-from ray_moe.dataplane.plan import SlotMap
-from ray_moe.dataplane.policies import policy_named
+from ray_moe.dataplane.plan import SlotMap, make_plan
+from ray_moe.dataplane.policies import Assigned, policy_named
 from ray_moe.engine.bare import BareCall, BareResult
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
@@ -101,13 +101,26 @@ def own_forward(folder: Path, layer: int, given: tuple[Tensor, Tensor, Tensor]) 
         return module(*given)
 
 
+ON_BOTH = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+        ),
+    ],
+)
+
+
 def results(caller: Caller, numbers: Sequence[int]) -> list[BareResult]:
     found = [caller.outcome(number) for number in numbers]
     assert all(isinstance(one, BareResult) for one in found), found
     return found  # type: ignore[return-value]
 
 
-def test_a_call_is_the_modules_own_forward(peer: OnePeer, family_dir: Callable[..., Path]) -> None:
+@ON_BOTH
+def test_a_call_is_the_modules_own_forward(family_dir: Callable[..., Path], device: str) -> None:
+    peer = OnePeer(family_dir(FAMILY), device=device)
     caller = Caller(peer)
     with peer:
         for layer, tokens in ((0, 1), (1, 7), (2, 300)):
@@ -220,6 +233,9 @@ def test_a_bound_handle_carries_the_whole_scope_and_gives_its_routes_back() -> N
     assert torch.equal(handle.order_N[handle.inverse_N], torch.arange(6))
     back = routes_of(handle, slots, origin_of(1))
     assert torch.equal(back.topk_ids, ids)
+    for part in (back, replace(back, topk_ids=ids[1:], topk_weights=gates[1:], first_route_id=2)):
+        chosen = make_plan(part, slots, Assigned(handle.physical_slot_N)).physical_slot_N
+        assert torch.equal(chosen, handle.physical_slot_N[part.first_route_id :]), "a step keeps the handle's replicas"
     with pytest.raises(RoutesError, match="sealed as"):
         routes_of(handle, slots, origin_of(0))
     with pytest.raises(RoutesError, match=r"must be in \[0, 4\), found 4"):
