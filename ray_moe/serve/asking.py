@@ -66,7 +66,8 @@ def prompts_of(
 ) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Each prompt's token ids, and the text that its answers begin with. Takes time: a prompt may be megabytes.
 
-    Raises `RequestError` when the model has no chat template or its template refuses the messages.
+    Raises `RequestError` when the model has no chat template, its template refuses the messages, or ids that are to be
+    echoed are no tokens.
     """
     if isinstance(body, ChatRequest):
         messages = [message.for_template() for message in body.messages]
@@ -74,9 +75,16 @@ def prompts_of(
     found = []
     for prompt in body.prompt:
         ids = tuple(tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-        lead = "" if not body.echo else prompt if isinstance(prompt, str) else str(tokenizer.decode(list(ids)))
+        lead = "" if not body.echo else prompt if isinstance(prompt, str) else _decoded(tokenizer, ids)
         found.append((ids, lead))
     return tuple(found)
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    unknown = next((token for token in ids if not 0 <= token < len(tokenizer)), None)
+    if unknown is not None:
+        raise RequestError(f"prompt holds token id {unknown}; ids must be in [0, {len(tokenizer)})", "prompt")
+    return str(tokenizer.decode(list(ids)))
 
 
 def tool_use(form: ToolForm | None, body: CompletionRequest | ChatRequest) -> ToolUse | None:

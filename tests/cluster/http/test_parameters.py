@@ -112,6 +112,12 @@ def test_echo_puts_the_prompt_before_the_completion(server: Server, prompt: Any)
     assert "".join(pieces) == PROMPT + plain
 
 
+def test_an_echo_of_what_is_no_token_is_refused(server: Server) -> None:
+    answer = server.post(COMPLETIONS, GREEDY | {"prompt": [5, -(2**70)], "echo": True})
+    assert answer.status_code == 400
+    assert f"prompt holds token id {-(2**70)}" in answer.json()["error"]["message"]
+
+
 def test_log_probabilities_are_those_of_transformers(server: Server) -> None:
     body = GREEDY | {"logprobs": 3, "max_tokens": 6, "ignore_eos": True}
     answer = server.openai.completions.create(**(body | {"extra_body": {"ignore_eos": body.pop("ignore_eos")}}))
