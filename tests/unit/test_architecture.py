@@ -64,7 +64,7 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "http_client": frozenset({"errors"}),
     "plugin": ENGINE | {"sdk"},
     "batch": DOORS,
-    "bench": DOORS | {"observe", "priority"},
+    "bench": DOORS | {"observe", "batch", "priority"},
     "cli": DOORS | {"observe", "batch", "bench", "priority"},
 }
 
