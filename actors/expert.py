@@ -21,6 +21,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from ray_moe.actors.calls import CallDesk, LayerCalls
 from ray_moe.actors.collector import forget_what_has_gone, keep_what_is_loaded
 from ray_moe.actors.device import step_options, take_device
 from ray_moe.actors.fetch import lane_of
@@ -62,7 +63,7 @@ _FETCH_S, _FETCH_POLL_S = 10.0, 0.02
 _REPORTS_KEPT = 64
 
 
-class ExpertActor(SlotGiver):
+class ExpertActor(SlotGiver, LayerCalls):
     """Ray actor, one per rank. What a method has done already it does not do twice.
 
     Life: `prepare`, `fill`, `join`, `serve`; then requests, generations and epochs until `stop`, or until it leaves:
@@ -185,7 +186,8 @@ class ExpertActor(SlotGiver):
         )
         await self._beside(engine.warm_up)
         self._engine = engine
-        self._reception = Reception(config, self._rank.value, engine, self._post_office)
+        self._reception = Reception(config, self._rank.value, engine, self._post_office, model.path)
+        self._calls = CallDesk(config, self._rank.value, engine, self._reception, routing)
         _present(self._filler, "allocate first").pace(config.fill_cap)
         keep_what_is_loaded()
         restore_process()  # from here on others wait for this peer's steps
@@ -252,7 +254,7 @@ class ExpertActor(SlotGiver):
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
         """Admit a request of `client`; what comes of it is fetched by `poll`, the scheduler's refusal too."""
-        self._desk.submit(client, request)
+        await self._desk.submit(client, request)
 
     async def poll(self, client: str, wait: float, known_members: int) -> Polled:
         """What `client`'s requests have been given since its last poll; waits up to `wait` seconds for a first item.
@@ -291,7 +293,7 @@ class ExpertActor(SlotGiver):
     async def finish(self) -> None:
         """After leaving: wait until clients have fetched what they were given here, within bounds; drop the groups."""
         deadline = Deadline(_FETCH_S)
-        while self._post_office.unfetched and not deadline.passed:
+        while (self._post_office.unfetched or (self._calls and self._calls.uncombined)) and not deadline.passed:
             await asyncio.sleep(_FETCH_POLL_S)
         if self._engine is not None and self._engine.has_left:
             self._engine.close()
@@ -337,12 +339,8 @@ class ExpertActor(SlotGiver):
 
     async def status(self) -> EngineStatus:
         """This peer's counters, from the layers and the scheduler themselves."""
-        return engine_status(
-            self._config,
-            self._loop,
-            _present(self._pool, "allocate first"),
-            LayerCounters.total(self._my_seats.all_counters),
-        )
+        layers = LayerCounters.total(self._my_seats.all_counters)
+        return engine_status(self._config, self._loop, _present(self._pool, "allocate first"), layers)
 
     async def ledgers(self) -> dict[int, dict[str, Any]]:
         """By layer, the ledgers of the last invocation that was audited there, as plain values."""

@@ -88,7 +88,9 @@ class OpenStream:
         self.tokens += fresh
         self.ended = record.finish_reason is not None
         self._last = (record.step, record.generation, record.epoch)
-        self.deliveries.put_nowait(replace(record, request_id=self.request.request_id, index=position, token_ids=fresh))
+        logprobs = record.logprobs[max(0, len(record.token_ids) - len(fresh)) :]
+        name = self.request.request_id
+        self.deliveries.put_nowait(replace(record, request_id=name, index=position, token_ids=fresh, logprobs=logprobs))
 
 
 class Link:

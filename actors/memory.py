@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from ray_moe.config import ClusterConfig, expand_replicas
+from ray_moe.asked import expand_replicas
+from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.solve import balanced, pool_capacity
 from ray_moe.engine.needs import model_needs
 from ray_moe.errors import ConfigError, NotAvailableError

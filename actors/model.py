@@ -21,12 +21,13 @@ from ray_moe.weights.formats import ExpertSource, open_experts
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`blocks` by MoE layer, as probed. Experts come from `checkpoint` when they are needed."""
+    """`blocks` by MoE layer, as probed. Experts come from `checkpoint` when they are needed; `path` is the folder."""
 
     trunk: Trunk
     blocks: Mapping[int, BlockFacts]
     checkpoint: ExpertSource
     facts: ModelFacts
+    path: Path
 
 
 def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
@@ -57,8 +58,10 @@ def load_model(config: ClusterConfig, path: Path) -> LoadedModel:
         max_positions=trunk.max_positions,
         gate_dtype=dtype_name(next(iter(blocks.values())).gate),
         trunk_parameters=sum(parameter.numel() for parameter in trunk.model.parameters()),
+        hidden_size=trunk.hidden_size,
+        top_k=trunk.top_k,
     )
-    return LoadedModel(trunk, blocks, checkpoint, facts)
+    return LoadedModel(trunk, blocks, checkpoint, facts, path)
 
 
 def scheduler_of(config: ClusterConfig, trunk: Trunk) -> Scheduler:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from ray.actor import ActorHandle
@@ -15,10 +17,12 @@ from ray_moe.config import ClusterConfig
 from ray_moe.deadline import ray_await, wait_for
 from ray_moe.engine.handover import Departing, take_in, take_out, worth_moving
 from ray_moe.engine.loop import EngineLoop
-from ray_moe.engine.records import GenerateRequest, Moved
+from ray_moe.engine.records import GenerateRequest, Moved, StreamRecord
 from ray_moe.engine.request import Request
 from ray_moe.engine.sampling import admitted
 from ray_moe.errors import DeadlineError, PeerLeavingError, RayMoEError
+from ray_moe.guidance import Grammars
+from ray_moe.text import load_tokenizer
 
 _T = TypeVar("_T")
 # What KV moves at between actors of one host through Ray's object store, to weigh it against computing it again.
@@ -26,16 +30,24 @@ KV_BYTES_PER_S = 500e6
 
 
 class Reception:
-    """What stands between clients and an engine loop that serves."""
+    """What stands between clients and an engine loop that serves. `model` is the folder of its tokenizer."""
 
-    def __init__(self, config: ClusterConfig, rank: int, loop: EngineLoop, post_office: PostOffice) -> None:
+    def __init__(
+        self, config: ClusterConfig, rank: int, loop: EngineLoop, post_office: PostOffice, model: Path
+    ) -> None:
         self._config, self._rank, self._loop, self._post_office = config, rank, loop, post_office
         self._eos_ids = frozenset(loop.trunk.eos_token_ids)
+        self._grammars = Grammars(
+            lambda: load_tokenizer(model, trust_remote_code=config.trust_remote_code),
+            loop.trunk.vocab_size,
+            self._eos_ids,
+        )
+        self._compiling: set[str] = set()
         self.admitting = True
 
-    def submit(self, client: str, request: GenerateRequest) -> None:
-        """Queue a request of `client`. Raises `PeerLeavingError`, `RequestError` for an id that runs already, and why
-        the loop has ended."""
+    async def submit(self, client: str, request: GenerateRequest) -> None:
+        """Queue a request of `client`. Raises `PeerLeavingError`, `RequestError` for an id that runs already or for a
+        grammar that cannot be compiled, and why the loop has ended."""
         if not self.admitting:
             raise PeerLeavingError(self._rank)
         self._post_office.open(client, request.request_id)
@@ -43,6 +55,12 @@ class Reception:
             request.request_id, request.prompt_ids, admitted(request.params), request.prefix_ids, self._eos_ids
         )
         try:
+            if wanted.params.grammar is not None:
+                wanted = await self._with_grammar(wanted)
+                if wanted.request_id not in self._post_office:  # it was cancelled meanwhile
+                    return
+                if not self.admitting:
+                    raise PeerLeavingError(self._rank)
             self._loop.submit(wanted)
         except RayMoEError:
             self._post_office.close(request.request_id)
@@ -52,7 +70,11 @@ class Reception:
         """End a request: its KV is free within one step. False when it does not run here."""
         if request_id not in self._post_office:
             return False
-        self._loop.cancel(request_id)
+        if request_id in self._compiling:
+            view, step = self._loop.view, self._loop.counters.committed_step
+            self._post_office.deliver([StreamRecord(request_id, 0, (), step, view.generation, view.epoch, "cancelled")])
+        else:
+            self._loop.cancel(request_id)
         return True
 
     # ---- from peer to peer: inverse operations ----
@@ -100,8 +122,12 @@ class Reception:
         """
         if not self.admitting:
             return False
-        self._post_office.open(client, departing.request_id)
         loop = self._loop
+        if departing.request.params.grammar is not None:
+            departing = replace(departing, request=await self._with_grammar(departing.request))
+            if not self.admitting:
+                return False
+        self._post_office.open(client, departing.request_id)
         try:
             await self._at_boundary(lambda: take_in(loop.scheduler, loop.cache, departing))
         except DeadlineError:
@@ -116,6 +142,21 @@ class Reception:
         self.admitting = True
 
     # ---- details ----
+
+    async def _with_grammar(self, request: Request) -> Request:
+        """The request with its grammar compiled, on a thread of its own: no step waits for it."""
+        grammar = request.params.grammar
+        assert grammar is not None
+        self._compiling.add(request.request_id)
+        try:
+            compiled = await wait_for(
+                asyncio.to_thread(self._grammars.compile, grammar),
+                self._config.request_deadline_s,
+                f"compiling the grammar of {request.request_id}",
+            )
+        finally:
+            self._compiling.discard(request.request_id)
+        return replace(request, grammar=compiled)
 
     async def _at_boundary(self, work: Callable[[], _T]) -> _T:
         """Run `work` on the loop's thread between two steps; its `RayMoEError` propagates."""

@@ -134,6 +134,14 @@ def find_expert(cluster: str, rank: int) -> ActorHandle:
         raise NotServingError(f"cluster {cluster!r} has no rank {rank}") from error
 
 
+def find_routing(cluster: str) -> ActorHandle:
+    """The routing actor of a cluster; `NotServingError` when there is none."""
+    try:
+        return ray.get_actor(f"{cluster}.routing", namespace=NAMESPACE)
+    except ValueError as error:
+        raise NotServingError(f"cluster {cluster!r} has no routing actor: it is over, or has not begun") from error
+
+
 def kill_cluster(cluster: str, but: str = "") -> None:
     """End whatever actors of a cluster are left, except the one named `but`."""
     for found in ray.util.list_named_actors(all_namespaces=True):

@@ -87,6 +87,8 @@ def engine_status(config: ClusterConfig, loop: EngineLoop, pool: SlotPool, layer
         resident_bytes=pool.resident_bytes,
         peak_resident_bytes=pool.peak_resident_bytes,
         trunk_has_experts=bool(experts),
+        bare_calls=counters.bare_calls,
+        bare_tokens=counters.bare_tokens,
     )
 
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from ray_moe.actors.bringup import handle_abi
 from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.actors.remote import was_restarted
@@ -21,9 +24,14 @@ from ray_moe.controlplane.generations import GenerationStatus
 from ray_moe.controlplane.release_states import Note, ReleaseRecord, ReleaseStatus, State
 from ray_moe.controlplane.releases import ReleaseRegistry
 from ray_moe.controlplane.rollout import Register
-from ray_moe.dataplane.handle import HandleHeader
-from ray_moe.errors import NotServingError, ReleaseError
+from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
+from ray_moe.dataplane.known_routes import bind_known_routes, call_scope, origin_of
+from ray_moe.dataplane.plan import SlotMap
+from ray_moe.dataplane.policies import policy_named
+from ray_moe.errors import ConfigError, GenerationError, NotServingError, PeerLeavingError, ReleaseError
+from ray_moe.identity import GlobalRank
 from ray_moe.placement import Lease, PlacementSnapshot, ReleaseBundle
+from ray_moe.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class RoutingActor:
         self._configs: dict[str, ClusterConfig] = {}
         keep_what_is_loaded()
         self._changes = time.time_ns()  # another number than that of an earlier process
+        self._calls: dict[int, tuple[Lease, float]] = {}  # by lease id: leases of calls, and when they run out
+        self._slots: dict[tuple[int, int, int], SlotMap] = {}  # by generation, layer and rank
 
     async def restore(self, memory: bytes, leases: Sequence[Lease]) -> None:
         """After a restart: what a `Registered` had as its memory, and the leases that the peers hold."""
@@ -117,6 +127,74 @@ class RoutingActor:
         config = self._configs[snapshot.release_id]
         return Grant(lease, HandleHeader.grant(lease, snapshot, handle_abi(config)), snapshot, config)
 
+    # ---- calls of single layers, whose routes are known: their handles are bound here ----
+
+    async def bind(
+        self, call: str, rank: int, layer: int, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> DispatchHandle:
+        """A lease for one call of `layer` from the origin `rank`, and the handle that it is combined by, once.
+
+        `call` is the caller's own name for it.
+
+        The lease goes back by `release_call`, or runs out after the release's `call_lease_s`. Raises `ConfigError` for
+        a layer without routed experts, `RoutesError` for routes that no router gives, `PeerLeavingError` for a rank
+        that is not in the group of new dispatches, and what `acquire` raises.
+
+        What is known of such leases is not worth a peer's step: a registry that was started again has forgotten them,
+        which costs nothing, since a call only ever runs under a view for which its peer holds a lease of its own.
+        """
+        self._require_known()
+        self._expire()
+        holder = f"call-{call}"
+        lease = self._registry.acquire(holder)
+        try:
+            grant = self._grant(lease)
+            slots = self._slots_of(grant.snapshot, layer, rank)
+            routes = Routes(topk_ids_TK, topk_weights_TK, call_scope(holder, layer), origin_of(rank))
+            handle = bind_known_routes(grant.header, slots, routes, policy_named(grant.config.policy), lease.lease_id)
+        except BaseException:
+            self._registry.release(lease)
+            raise
+        self._calls[lease.lease_id] = (lease, time.monotonic() + grant.config.call_lease_s)
+        return handle
+
+    async def release_call(self, lease_id: int, holder: str) -> None:
+        """A call was combined, refused or given up. One whose lease has run out, or is forgotten, is fine."""
+        held = self._calls.get(lease_id)
+        if held is not None and held[0].holder == holder:
+            self._take_back(held[0])
+
+    def _slots_of(self, snapshot: PlacementSnapshot, layer: int, rank: int) -> SlotMap:
+        key = (snapshot.generation, layer, rank)
+        if key not in self._slots:
+            placements = {placement.layer: placement for placement in snapshot.layers}
+            if layer not in placements:
+                raise ConfigError(f"layer must be one with routed experts, of {sorted(placements)}, found {layer}")
+            if GlobalRank(rank) not in snapshot.group.peers:
+                raise PeerLeavingError(rank)
+            live = {one.generation for one in self._registry.live()}
+            self._slots = {old: slots for old, slots in self._slots.items() if old[0] in live}
+            self._slots[key] = SlotMap.compile(snapshot, placements[layer], GlobalRank(rank), torch.device("cpu"))
+        return self._slots[key]
+
+    def _expire(self) -> None:
+        """Take back the leases of calls that have run out."""
+        now = time.monotonic()
+        for lease in [lease for lease, until in self._calls.values() if until <= now]:
+            self._take_back(lease)
+
+    def _take_back(self, lease: Lease) -> None:
+        del self._calls[lease.lease_id]
+        with suppress(GenerationError):  # the registry was started again meanwhile
+            self._registry.release(lease)
+            # Only a generation that drains, or a release that leaves, goes on by it.
+            self._changes += all(lease.generation != one.generation for one in self._dispatching())
+
+    def _dispatching(self) -> tuple[PlacementSnapshot, ...]:
+        with suppress(GenerationError):
+            return (self._registry.active(),)
+        return ()
+
     async def release(self, lease: Lease) -> None:
         """Take a lease back, exactly once; `GenerationError` otherwise."""
         self._registry.release(lease)
@@ -137,6 +215,7 @@ class RoutingActor:
         release. Returns what retired.
         """
         self._require_known()
+        self._expire()
         self._registry.committed_step(committed_step)
         for status in self._registry.generations():
             if status.generation < through and status.held:
@@ -232,6 +311,7 @@ class RoutingActor:
 
     async def registered(self, known_changes: int = -1) -> Registered:
         """Live generations and the release, and what else there is to remember."""
+        self._expire()
         live, release = self._registry.live(), None
         with suppress(ReleaseError):  # between the two halves of a rollback no release takes new dispatches
             release = self._registry.dispatching()

@@ -15,8 +15,9 @@ from ray.exceptions import RayActorError
 from ray_moe.actors.bringup import release_bundle, seats_of
 from ray_moe.actors.memory import Room, slots_held, spare_slots
 from ray_moe.actors.remote import create_expert
+from ray_moe.asked import expand_replicas
 from ray_moe.comm.rendezvous import StoreAddress
-from ray_moe.config import ClusterConfig, expand_replicas
+from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Peer
 from ray_moe.controlplane.fetching import FillOutcome, digests_of, orders
 from ray_moe.controlplane.publication import Storage

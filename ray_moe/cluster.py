@@ -26,7 +26,7 @@ from ray_moe.controlplane.preview import Preview
 from ray_moe.controlplane.rollout import Rollout
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.engine.records import LoadProgress
-from ray_moe.errors import ConfigError, NotServingError, PlacementError
+from ray_moe.errors import ConfigError, NotServingError, PeerLostError, PlacementError
 from ray_moe.placement import PlacementSnapshot
 
 _POLL_S = 0.1
@@ -242,6 +242,20 @@ def start(config: ClusterConfig, on_progress: OnProgress | None = None) -> Clust
         # The controller ends its actors when its own start fails; here the caller was interrupted or ran out of time.
         cluster.stop()
         raise
+    return cluster
+
+
+def ensure(config: ClusterConfig, on_progress: OnProgress | None = None) -> Cluster:
+    """The cluster of this name if it serves, whatever has become of its configuration; else a new one in its place.
+
+    Raises as `start`.
+    """
+    try:
+        cluster = connect(config.name)
+        cluster.directory()
+    except (NotServingError, PeerLostError):
+        kill_cluster(config.name)  # what is left of it
+        return start(config, on_progress)
     return cluster
 
 

@@ -1,4 +1,4 @@
-"""Cluster configuration: the file that `ray-moe up` reads, and the replicas it may ask for.
+"""Cluster configuration: the file that `ray-moe up` reads.
 
 Every refusal is one `ConfigError` on one line that names the field, the value and the bound.
 """
@@ -6,12 +6,13 @@ Every refusal is one `ConfigError` on one line that names the field, the value a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from ray_moe.asked import BucketRequest, ReplicaRequest, parse_buckets, parse_replicas
 from ray_moe.errors import ConfigError, PlacementError
 from ray_moe.manifest import AsTuple, Manifest, Natural, Positive, TopologyManifest, read_yaml, shown
 from ray_moe.relations import RuntimeTopology
@@ -26,77 +27,6 @@ _CHOSEN_RUNNERS = ("grouped", "capacity_padded", "block_sparse", "masked_decode"
 _CPU_GROUPS, _CUDA_GROUPS = ("tcp", "gloo"), ("nccl",)
 _RAREST_AUDIT = 1e-6  # of the steps
 _Seconds = Annotated[float, Field(gt=0)]
-
-_BUCKET = re.compile(r"(\d+)\s*x\s*(\d+)", re.ASCII)
-_REPLICA = re.compile(r"(\*|-?\d+)\s*:\s*(-?\d+)\s*=\s*(-?\d+)", re.ASCII)
-
-
-class ReplicaRequest(Manifest):
-    """`count` copies in all (the first one included) of a logical expert, in one layer or in every MoE layer ("*")."""
-
-    layer: Annotated[int | Literal["*"], BeforeValidator(lambda given: _layer_from(given))]
-    expert: Natural
-    count: Positive
-
-
-def parse_replicas(text: str) -> tuple[ReplicaRequest, ...]:
-    """Read "LAYER:EXPERT=COUNT,..."; LAYER may be "*" for every MoE layer. An empty text asks for nothing.
-
-    >>> parse_replicas("0:3=2")
-    (ReplicaRequest(layer=0, expert=3, count=2),)
-    """
-    requests = []
-    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
-        match = _REPLICA.fullmatch(part)
-        if match is None:
-            raise ConfigError(
-                f"replicas: {part!r} is not LAYER:EXPERT=COUNT in whole numbers, for example 0:3=2 or *:3=2"
-            )
-        layer, expert, count = match.groups()
-        values = {"layer": layer if layer == "*" else int(layer), "expert": int(expert), "count": int(count)}
-        requests.append(ReplicaRequest.parse(values, f"replicas {part!r}"))
-    return tuple(requests)
-
-
-def expand_replicas(requests: Iterable[ReplicaRequest], layers: Iterable[int]) -> dict[tuple[int, int], int]:
-    """Copies by (layer, expert), with "*" written out over `layers`; a layer named by number wins over "*".
-
-    Raises `ConfigError` when two requests name the same layer and expert. Whether these exist is the solver's check.
-    """
-    asked: dict[tuple[int | str, int], int] = {}
-    for request in requests:
-        if (request.layer, request.expert) in asked:
-            raise ConfigError(f"replicas: layer {request.layer} expert {request.expert} is asked for twice")
-        asked[request.layer, request.expert] = request.count
-    layers = tuple(layers)
-    everywhere = {(layer, expert): count for (at, expert), count in asked.items() if at == "*" for layer in layers}
-    return everywhere | {(at, expert): count for (at, expert), count in asked.items() if isinstance(at, int)}
-
-
-class BucketRequest(Manifest):
-    """One fixed-shape decode executable: token slots of a peer, and rows of a physical slot over all peers."""
-
-    rank_tokens: Positive
-    slot_rows: Positive
-
-
-def parse_buckets(text: str) -> tuple[BucketRequest, ...]:
-    """Read "RANK_TOKENSxSLOT_ROWS,..."; an empty text asks for none.
-
-    >>> parse_buckets("4x8")
-    (BucketRequest(rank_tokens=4, slot_rows=8),)
-    """
-    buckets = []
-    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
-        match = _BUCKET.fullmatch(part)
-        if match is None:
-            raise ConfigError(
-                f"decode_buckets: {part!r} is not RANK_TOKENSxSLOT_ROWS in whole numbers, for example 4x8"
-            )
-        tokens, rows = map(int, match.groups())
-        buckets.append(BucketRequest.parse({"rank_tokens": tokens, "slot_rows": rows}, f"decode_buckets {part!r}"))
-    return tuple(buckets)
-
 
 # The five execution contracts that MoE systems went through (specification 0x00A), as choices of ours.
 CONTRACTS: dict[str, dict[str, Any]] = {
@@ -161,6 +91,8 @@ class ClusterConfig(Manifest):
     does so by itself with `autopilot`. Peers report what their routers asked for every `demand_every_steps` steps.
     `fill_bytes_per_s` caps what a peer reads into slots, or gives to others, while it serves (default: 24 MB/s on CPU).
     What the controller must remember lies in Ray's own store, or in `state_file`.
+
+    Whoever calls a layer by itself has `call_lease_s` to fetch what it computed.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
@@ -222,6 +154,7 @@ class ClusterConfig(Manifest):
     step_deadline_s: _Seconds = 30.0
     start_deadline_s: _Seconds = 300.0
     request_deadline_s: _Seconds = 600.0
+    call_lease_s: _Seconds = 60.0
     demand_every_steps: Natural = 32
     audit_rate: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda given: _audit_rate(given))] = 1 / 256
     final_after_steps: Natural = 1
@@ -384,7 +317,7 @@ def _topology(given: object) -> object:
 
 def _plain(value: Any) -> Any:
     """A field's value as a document has it: buckets as a list of mappings, whichever way they were given."""
-    if isinstance(value, str) and _BUCKET.search(value):
+    if isinstance(value, str) and re.search(r"\d+\s*x\s*\d+", value):
         value = parse_buckets(value)
     if isinstance(value, list | tuple):
         return [item.model_dump() if isinstance(item, BucketRequest) else item for item in value]
@@ -410,9 +343,3 @@ def _spare_from(given: object) -> object:
     if given == "auto" or (type(given) is int and given >= 0):
         return given
     raise ValueError(f'found {shown(given)}, must be "auto" or a whole number greater than or equal to 0')
-
-
-def _layer_from(given: object) -> object:
-    if given == "*" or (type(given) is int and given >= 0):
-        return given
-    raise ValueError(f'found {shown(given)}, must be a layer index >= 0 or "*" for every MoE layer')

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,6 +157,18 @@ async def wait_for(awaitable: Awaitable[_T], seconds: float, what: str) -> _T:
         if not limit.expired():
             raise
         raise DeadlineError(what, seconds) from error
+
+
+def wait_future(future: Future[_T], seconds: float, what: str) -> _T:
+    """The result of work on another thread; cancelled where nobody waits for it any more. `DeadlineError`."""
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError as error:
+        if future.done() and not future.cancelled():  # raised inside: it is not ours
+            raise
+        raise DeadlineError(what, seconds) from error
+    finally:
+        future.cancel()
 
 
 def ray_get(refs: Any, seconds: float, what: str) -> Any:

@@ -136,6 +136,17 @@ class StaleHandleError(HandleError):
     """A handle met another release, generation, group or epoch than its own."""
 
 
+class LeaseExpiredError(HandleError):
+    """A call was not combined while its lease lasted; what it computed is gone, and nobody is held up by it."""
+
+    def __init__(self, handle_id: str, seconds: float) -> None:
+        super().__init__(handle_id, seconds)
+        self.handle_id, self.seconds = handle_id, seconds
+
+    def __str__(self) -> str:
+        return f"handle {self.handle_id} was not combined within the {self.seconds:g} s of its lease"
+
+
 class CountMismatchError(HandleError):
     """Peers disagree about counts or headers; raised on every peer before any payload moves."""
 

@@ -29,8 +29,11 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrained
     return tokenizer
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Token ids of a conversation by the model's own chat template, ready for the assistant's turn.
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[int, ...]:
+    """Token ids of a conversation by the model's own chat template, ready for the assistant's turn, which may call
+    `tools`.
 
     Raises `RequestError` when the model has no template or the template refuses the messages.
     """
@@ -38,7 +41,10 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=False,
         )
     except Exception as error:  # a template is the model author's program: it may raise anything
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
@@ -49,11 +55,13 @@ class TextStream:
     """Turns one generation's tokens into text pieces that never split a character and never contain a stop string.
 
     Text that could be the beginning of a stop string is held back until it is not. `stopped` is set when one was found;
-    what comes after it is dropped.
+    what comes after it is dropped. Special tokens are no text, unless they are to be kept.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, keep_special: bool = False
+    ) -> None:
+        self._tokenizer, self._stop, self._keep_special = tokenizer, tuple(stop), keep_special
         self._ids: list[int] = []
         self._decoded_from = self._read_from = 0
         self._held = ""
@@ -85,7 +93,11 @@ class TextStream:
         return whole[len(before) :]
 
     def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=not self._keep_special, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _release(self, last: bool) -> str:
         found = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray_moe.bench import autoscale, elastic_rows, engine, layer, payload, planner
+from ray_moe.bench import autoscale, batch, elastic_rows, engine, front_door, layer, payload, planner
 from ray_moe.bench.elastic import Size
 from ray_moe.bench.report import Row, show, write
 from ray_moe.priority import USUAL_PRIORITY
@@ -21,8 +21,11 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row
     "layer": ("The step agreement, and one MoE layer in every way, 4 processes", layer.run, layer.table),
     "planner": ("EPLB maps beside the reference's rules, one run", planner.run, lambda rows: rows),
     "autoscale": ("The autopilot beside fixed clusters, SIMULATED", autoscale.run, autoscale.table),
+    "batch": ("A batch job beside the engine alone, 2 peers", batch.run, lambda rows: rows),
+    "front-door": ("HTTP beside the SDK, 2 peers, one client process", front_door.run, lambda rows: rows),
     "payload": ("Dispatch formats on the embedded model's rows: bytes and errors", payload.run, lambda rows: rows),
 }
+FRONT_DOORS = frozenset({"batch", "front-door"})  # their records are called by their names alone
 ELASTIC = "elastic"
 
 
@@ -48,7 +51,7 @@ def main() -> None:
         title, run, shown = BENCHMARKS[name]
         rows = run()
         show(title, shown(rows))
-        write(given.out / f"cpu_{name}.json", rows)
+        write(given.out / f"{name.replace('-', '_') if name in FRONT_DOORS else f'cpu_{name}'}.json", rows)
 
 
 if __name__ == "__main__":

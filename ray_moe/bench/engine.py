@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ray_moe import cluster as clusters
 from ray_moe.actors.reports import ClusterStatus
+from ray_moe.asked import parse_replicas
 from ray_moe.bench.model import VOCABULARY, build
 from ray_moe.bench.report import Row
 from ray_moe.cluster import Cluster
-from ray_moe.config import ClusterConfig, parse_replicas
+from ray_moe.config import ClusterConfig
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.sdk import Client
 

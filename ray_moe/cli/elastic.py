@@ -239,7 +239,7 @@ def seats_of(cluster: Cluster) -> Seats:
 
 def replica_counts(text: str, seats: Seats) -> dict[tuple[int, int], int]:
     """LAYER:EXPERT=COUNT,... by (layer, expert). Raises `ConfigError` for what the cluster does not have."""
-    from ray_moe.config import expand_replicas, parse_replicas
+    from ray_moe.asked import expand_replicas, parse_replicas
 
     counts = expand_replicas(parse_replicas(text), seats.layers)
     for (layer, expert), count in counts.items():

@@ -25,12 +25,15 @@ from ray_moe.cli.connection import (
 from ray_moe.cli.head import end_head, free_ports, require_free, start_head
 from ray_moe.cli.options import (
     Address,
+    AdminTokensFile,
+    ApiKeysFile,
     AsJson,
     ConfigFile,
     Device,
     Dtype,
     Model,
     Name,
+    NoAuth,
     Peers,
     Replicas,
     Revision,
@@ -46,6 +49,7 @@ from ray_moe.errors import ConfigError, NotServingError
 if TYPE_CHECKING:
     from ray_moe.actors.reports import ClusterStatus
     from ray_moe.config import ClusterConfig
+    from ray_moe.serve.schema import AppArgs
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -61,6 +65,9 @@ def up(
     host: Annotated[str | None, typer.Option("--host", help="HTTP host (default: 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="HTTP port (default: 8000); 0: a free one.")] = None,
     http: Annotated[bool, typer.Option("--http/--no-http", help="Serve OpenAI's HTTP API.")] = True,
+    api_keys_file: ApiKeysFile = None,
+    admin_tokens_file: AdminTokensFile = None,
+    no_auth: NoAuth = False,
     dtype: Dtype = None,
     device: Device = None,
     revision: Revision = None,
@@ -89,8 +96,10 @@ def up(
         trust_remote_code=trust_remote_code,
     )
     with output(as_json) as out:
+        # Before a Ray is started, and minutes before the model is loaded.
+        app_args = _app_args(wanted.host, api_keys_file, admin_tokens_file, no_auth) if http else None
         with _ray_for(wanted, address, http, dashboard, out) as record:
-            document, started = _start(wanted, record, http, out)
+            document, started = _start(wanted, record, app_args, out)
             records.save(started)
         out.result(document)
         at = f", {started.http_url}" if started.http_url is not None else ""
@@ -181,11 +190,21 @@ def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: 
         raise
 
 
-def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tuple[dict[str, Any], Record]:
+def _app_args(host: str, api_keys: Path | None, admin_tokens: Path | None, no_auth: bool) -> AppArgs:
+    """Who may use the HTTP API. Raises `ConfigError` for keys that cannot be read, and for an address that others reach
+    without a key."""
+    from ray_moe.serve.keys import guarded_args
+
+    return guarded_args(host, api_keys, admin_tokens, no_auth=no_auth)
+
+
+def _start(
+    config: ClusterConfig, record: Record, app_args: AppArgs | None, out: Output
+) -> tuple[dict[str, Any], Record]:
     from ray_moe import cluster as clusters
 
     port = config.port or free_ports(1)[0]
-    if http:
+    if app_args is not None:
         # Before minutes of loading.
         serve_app().check_address(config.host, port)
         serve_app().check_tokenizer(Path(config.model), config.trust_remote_code)
@@ -193,7 +212,7 @@ def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tu
     with out.loading() as draw:
         cluster = clusters.start(config, on_progress=draw)
     try:
-        url = _serve_http(config, port) if http else None
+        url = _serve_http(config, port, app_args) if app_args is not None else None
         found = cluster.status()
     except BaseException:
         cluster.stop()
@@ -214,9 +233,9 @@ def _start(config: ClusterConfig, record: Record, http: bool, out: Output) -> tu
     return document, started
 
 
-def _serve_http(config: ClusterConfig, port: int) -> str:
+def _serve_http(config: ClusterConfig, port: int, args: AppArgs) -> str:
     app = serve_app()
-    app.run(config.name, host=config.host, port=port, seconds=config.start_deadline_s)
+    app.run(config.name, host=config.host, port=port, seconds=config.start_deadline_s, args=args)
     host = _WILDCARDS.get(config.host, config.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 
 from ray_moe import __version__
+from ray_moe.cli.batch import batch
+from ray_moe.cli.config import config
 from ray_moe.cli.demo import demo
 from ray_moe.cli.elastic import cancel, drain, rebalance, scale
 from ray_moe.cli.generate import generate
@@ -32,12 +34,13 @@ app = typer.Typer(
     help="Serve Mixture-of-Experts models on a Ray cluster.", add_completion=False, pretty_exceptions_enable=False
 )
 for verb in (
-    *(up, down, status, ledger, generate, demo),
+    *(up, down, status, ledger, generate, batch, demo),
     *(rebalance, scale, drain, cancel, history),
     *(plan, simulate),
 ):
     app.command()(verb)
 app.add_typer(release, name="release")
+app.add_typer(config, name="config")
 
 
 def _print_version(wanted: bool) -> None:

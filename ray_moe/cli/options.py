@@ -53,6 +53,24 @@ TrustRemoteCode = Annotated[
     bool | None, typer.Option("--trust-remote-code", help="Run modelling code that the model brings along.")
 ]
 
+ApiKeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-keys-file",
+        metavar="FILE",
+        help="Keys that open the HTTP API, one per line (also: RAY_MOE_API_KEYS); without any, only a loopback --host.",
+    ),
+]
+AdminTokensFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-tokens-file",
+        metavar="FILE",
+        help="Tokens that open the admin routes (also: RAY_MOE_ADMIN_TOKENS); without any, these are off.",
+    ),
+]
+NoAuth = Annotated[bool, typer.Option("--no-auth", help="Let everybody in who reaches the HTTP API's address.")]
+
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,6 +81,7 @@ Settings = Annotated[
 ]
 
 
+_EXAMPLES = {"--set": "transport=hierarchical", "--default": "max_tokens=64"}
 _OWN_NOTATION = frozenset({"replicas", "decode_buckets", "node_labels"})
 
 
@@ -83,7 +102,7 @@ def cluster_config(file: Path | None, settings: list[str] | None = None, **optio
     return config.model_copy(update={"model": resolved_model(config.model)})
 
 
-def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+def parse_settings(settings: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """FIELD=VALUE, the value as in a configuration file. `ConfigError` for text without a field, or one given twice."""
     from ray_moe.manifest import read_yaml
 
@@ -91,13 +110,13 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     for text in settings:
         field, given, value = text.partition("=")
         if not given or not field.strip():
-            raise ConfigError(f"--set takes FIELD=VALUE, for example transport=hierarchical; found {text!r}")
+            raise ConfigError(f"{option} takes FIELD=VALUE, for example {_EXAMPLES[option]}; found {text!r}")
         if field.strip() in found:
-            raise ConfigError(f"--set gives {field.strip()} twice")
+            raise ConfigError(f"{option} gives {field.strip()} twice")
         field = field.strip()
         # What has a notation of its own is no YAML: 0x1 would be a number there, *:3=2 an alias, 1:2 minutes.
         own = field in _OWN_NOTATION and not value.lstrip().startswith("[")
-        found[field] = value if own else read_yaml(value, f"--set {field}")
+        found[field] = value if own else read_yaml(value, f"{option} {field}")
     return found
 
 

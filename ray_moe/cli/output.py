@@ -37,6 +37,16 @@ class Output:
         self._aside = _console(stderr)
         self._people = self._aside if as_json else _console(stdout)
 
+    @property
+    def aside(self) -> Console:
+        """Where what goes on meanwhile is drawn."""
+        return self._aside
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether somebody watches."""
+        return self._aside.is_terminal
+
     def result(self, document: Mapping[str, Any]) -> None:
         """The command's answer for programs; people get theirs by `show` and `text`."""
         if self.as_json:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Literal
 
 import torch
@@ -23,7 +25,8 @@ class StepRecord:
 
     `staged_generation` is the newest generation whose lease this peer holds, `staged_epoch` the newest epoch whose
     group it has joined. `roles` numbers the division of steps among releases that the step was planned under,
-    `roles64` digests it, `staged_roles` is the newest one that this peer is ready for.
+    `roles64` digests it, `staged_roles` is the newest one that this peer is ready for. `bare` has a bit for every layer
+    that somebody calls alone, which makes one unit more.
     """
 
     release64: int
@@ -40,14 +43,15 @@ class StepRecord:
     roles: int = 0
     roles64: int = 0
     staged_roles: int = 0
+    bare: int = 0
 
     def to_tensor(self) -> Tensor:
-        """int64 [14], on the host: the agreement never touches the device."""
+        """int64 [15], on the host: the agreement never touches the device."""
         return torch.tensor(astuple(self), dtype=torch.int64)
 
     @staticmethod
     def lines(gathered: Tensor) -> tuple[StepRecord, ...]:
-        """The peers' records from [P, 14], in peer-slot order."""
+        """The peers' records from [P, 15], in peer-slot order."""
         return tuple(StepRecord(*line) for line in gathered.tolist())
 
 
@@ -57,8 +61,9 @@ class Agreement:
 
     A unit runs when any peer planned rows for it; the others join with zero rows. `generation` and `epoch` are the ones
     that the step runs under: the minimum over the peers of what they have staged. `roles`, a minimum too, is for the
-    steps that are planned from now on: this one is planned already. `most_prefill_rows` and `most_decode_rows` are the
-    most that any peer planned for the unit: what shapes that all peers share are chosen by.
+    steps that are planned from now on: this one is planned already. `bare` are the layers that any peer has calls for.
+    `most_prefill_rows` and `most_decode_rows` are the most that any peer planned for the unit: what shapes that all
+    peers share are chosen by.
     """
 
     step: int
@@ -70,6 +75,7 @@ class Agreement:
     generation: int
     epoch: int
     roles: int = 0
+    bare: int = 0
     most_prefill_rows: int = 0
     most_decode_rows: int = 0
 
@@ -101,7 +107,7 @@ def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
                     f"peer slot {peer} has {getattr(record, name)}"
                 )
     for peer, record in enumerate(records):
-        if min(record.prefill_rows, record.decode_rows) < 0:
+        if min(record.prefill_rows, record.decode_rows, record.bare) < 0:
             raise AgreementError(f"step {first.step}: peer slot {peer} planned a negative number of rows: {record}")
         if record.staged_generation < record.generation or record.staged_epoch < record.epoch:
             raise AgreementError(f"step {first.step}: peer slot {peer} staged less than it serves: {record}")
@@ -119,4 +125,5 @@ def agree(records: Sequence[StepRecord], *, opening: bool = False) -> Agreement:
         roles=min(record.staged_roles for record in records),
         most_prefill_rows=max(record.prefill_rows for record in records),
         most_decode_rows=max(record.decode_rows for record in records),
+        bare=reduce(or_, (record.bare for record in records)),
     )

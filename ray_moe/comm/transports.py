@@ -120,8 +120,8 @@ class _OverOneGroup(ABC):
     def check(self) -> None:
         self.group.check()
 
-    def leave(self) -> None:
-        """Nobody reads here what he was not sent."""
+    def leave(self) -> None:  # noqa: B027 - here it is nothing: nobody reads what he was not sent
+        """See `Transport.leave`."""
 
     def close(self) -> None:
         self.group.close()

@@ -11,6 +11,7 @@ Letters: T tokens, K top-k, R received rows, D hidden, S physical slots.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from ray_moe.dataplane.local import DeviceLayer
 from ray_moe.dataplane.paths import Path, SharedExpert
 from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccount
 from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
-from ray_moe.dataplane.policies import ReplicaPolicy
+from ray_moe.dataplane.policies import Assigned, ReplicaPolicy
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.dataplane.runners import LayerWeights
 from ray_moe.dataplane.strategies import strategy_named
@@ -195,6 +196,17 @@ class ExpertLayer:
         if self.route_counts is not None and not invocation.shadow:
             self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
         return out_TD
+
+    def assigned(self, physical_slot_N: Tensor) -> ExpertLayer:
+        """This layer under replica choices that are made already, by route id from 0; each is checked as any other.
+
+        Between several peers its invocations go by handles: only there are counts agreed that no step record says.
+        """
+        layer = copy.copy(self)
+        layer.policy = Assigned(physical_slot_N)
+        if self.slots.num_peers > 1:
+            layer.local = None
+        return layer
 
     def _eager_path(self, unit: Phase) -> Path:
         """An executable takes a unit whole: with executables a decode unit is planned whole, replayed or not."""

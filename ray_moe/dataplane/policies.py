@@ -127,6 +127,18 @@ class QueueAware(LeastLoad):
         return self._fill(routes, slots, torch.tensor(queued, dtype=torch.int64, device=slots.peer_S.device))
 
 
+class Assigned(_Indifferent):
+    """The choices that calls with known routes came with: [N] manifest positions, by route id."""
+
+    name = "assigned"
+
+    def __init__(self, physical_slot_N: Tensor) -> None:
+        self._physical_slot_N = physical_slot_N
+
+    def choose(self, routes: Routes, slots: SlotMap) -> Tensor:
+        return self._physical_slot_N[routes.first_route_id : routes.first_route_id + routes.num_routes]
+
+
 _POLICIES: dict[str, type[ReplicaPolicy]] = {
     policy.name: policy for policy in (TokenHash, LocalityFirst, RoundRobin, LeastLoad, QueueAware)
 }

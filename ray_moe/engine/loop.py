@@ -2,7 +2,7 @@
 
 One thread runs `run`; every other thread talks to it through `post`. The loop does no Ray and no I/O: what leaves it
 goes through `Outlet`, and the group carries what peers exchange. While step n runs, the record of step n + 1 is
-already on its way (one step of look-ahead), so the agreement costs no time of its own.
+already on its way, so the agreement costs no time of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ray_moe.comm.agreement import Agreement
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.deadline import wait_event
+from ray_moe.engine.bare import BareLayers
 from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.demand import DemandReporter
 from ray_moe.engine.generation import Departure, GenerationView
@@ -87,6 +88,7 @@ class EngineLoop:
         self._units = UnitRunner(
             rank, trunk, cache, scheduler, blocks, shared or {}, audit_rate, self.counters, graph_sizes, look_ahead
         )
+        self.bare = BareLayers(rank, trunk, blocks, scheduler.max_prefill_tokens, audit_rate, self.counters)
         self._demand = DemandReporter(rank, route_counts, demand_every_steps, outlet)
         view.activate()
 
@@ -112,6 +114,7 @@ class EngineLoop:
                 next_plan = self._plan(agreed.step + 1)
                 ticket = self._offer(next_plan)
                 self._deliver(self._units.run(plan, agreed, turn))
+                self.bare.run(agreed, turn)
                 self.counters.committed_step = agreed.step - self._units.steps_in_flight
                 if self.division.now is not roles:
                     self._settle()  # a view that goes may be what the device runs
@@ -121,7 +124,7 @@ class EngineLoop:
                 executed = perf_counter()
                 self.counters.steps_agreed += 1
                 ran = agreed.step
-                worked, agreed, plan = agreed.prefill or agreed.decode, ticket.result(), next_plan
+                worked, agreed, plan = agreed.prefill or agreed.decode or agreed.bare, ticket.result(), next_plan
                 self._demand.step_done(main, ran, is_last=agreed.generation != main.generation)
                 self._close_left_behind()
                 while agreed.generation != self.view.generation:
@@ -159,8 +162,9 @@ class EngineLoop:
         return self.scheduler.plan(step, self.division.now.of_step(step, self.view).checkpoint)
 
     def _offer(self, plan: StepPlan) -> Agreeing:
-        staged, has_work = self._staged[max(self._staged)], self.scheduler.has_work
-        return offer(self.view, plan, staged, self.division, has_work=has_work, stop=self._stop)
+        staged, has_work = self._staged[max(self._staged)], self.scheduler.has_work or len(self.bare) > 0
+        bare = self.bare.wanted(self.division.now, plan.step, self.view)
+        return offer(self.view, plan, staged, self.division, has_work=has_work, stop=self._stop, bare=bare)
 
     def _take_roles(self, number: int) -> None:
         """Plan by the agreed roles from here on. The step at hand is planned already, and runs as it was."""
@@ -345,7 +349,7 @@ class EngineLoop:
         )
 
     def _has_news(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_work
+        return bool(self._inbox) or self.scheduler.has_work or len(self.bare) > 0
 
     def _take_inbox(self) -> None:
         while self._inbox:
@@ -364,7 +368,7 @@ class EngineLoop:
         for part in parts:
             where = (part.step, part.view.generation, part.view.epoch)
             records = [
-                StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason)
+                StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason, item.logprobs)
                 for item in part.emissions
             ]
             if records:
@@ -383,6 +387,7 @@ class EngineLoop:
             self._closed = True
         self._take_inbox()
         self.outlet.deliver([Refusal(request_id, error) for request_id in self.scheduler.drain()])
+        self.bare.drain(error)
         self.load = self._look_at_load()
 
     def _advance(self, event: str) -> None:

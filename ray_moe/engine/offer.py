@@ -28,8 +28,10 @@ def offer(
     *,
     has_work: bool,
     stop: bool,
+    bare: int,
 ) -> Agreeing:
-    """Send this peer's record to the others. `staged` is the newest generation that it holds."""
+    """Send this peer's record to the others. `staged` is the newest generation that it holds, `bare` the layers that it
+    has calls for, a bit each."""
     header = view.header
     record = StepRecord(
         release64=header.release64,
@@ -46,5 +48,6 @@ def offer(
         roles=division.now.number,
         roles64=division.now.digest64,
         staged_roles=division.newest_staged,
+        bare=bare,
     )
     return Agreeing(view.transport.group.gather(record.to_tensor()))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ray_moe.dataplane.route_counts import DemandReport
     from ray_moe.engine.generation import GenerationView
     from ray_moe.engine.sampling import SamplingParams
+    from ray_moe.engine.steering import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class GenerateRequest:
 @dataclass(frozen=True)
 class StreamRecord:
     """Tokens of one request from one step. `index` is the position of the first of `token_ids` in the generation; a
-    reader ignores an index it already has. The last record has a `finish_reason`: stop, length or cancelled (then it
-    has no tokens)."""
+    reader ignores an index it already has. The last record has a `finish_reason`: stop, length, failed (its grammar can
+    be followed no further) or cancelled (then it has no tokens). `logprobs` has an entry per token, or none when they
+    were not asked for."""
 
     request_id: str
     index: int
@@ -42,6 +44,7 @@ class StreamRecord:
     generation: int
     epoch: int
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class EngineStatus:
     Bytes are those that the groups counted. Decode units were replayed, or fell back for the reasons given.
     `peak_live_bytes` is the most that one layer's invocation held. `fan_out` sums the tokens of audited invocations,
     and the ranks and nodes that they reached. `local` layer invocations ran on one device alone; `torch_runners` says
-    why a CUDA device's experts are computed by torch.
+    why a CUDA device's experts are computed by torch. `bare_calls` of single layers brought `bare_tokens`.
     """
 
     rank: int
@@ -149,13 +152,15 @@ class EngineStatus:
     resident_bytes: int = 0
     peak_resident_bytes: int = 0
     trunk_has_experts: bool = False
+    bare_calls: int = 0
+    bare_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """What a peer knows about the model once its trunk is loaded; equal on every peer.
 
-    `expert_bytes` are in the dtype of the pools, `gate_dtype` is by torch's name.
+    `expert_bytes` are in the dtype of the pools, `gate_dtype` is by torch's name. `top_k` are routes per token.
     """
 
     checkpoint_version: str
@@ -166,6 +171,8 @@ class ModelFacts:
     max_positions: int
     gate_dtype: str
     trunk_parameters: int
+    hidden_size: int = 0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from numbers import Integral
 from typing import Literal
 
 from ray_moe.engine.sampling import SamplingParams
+from ray_moe.engine.steering import Grammar, Steering
 from ray_moe.errors import ConfigError, RayMoEError, RequestError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "failed"]  # failed: its grammar can be followed no further
 
 
 class RequestState(enum.Enum):
@@ -69,7 +70,8 @@ class Request:
 
     `prefix_ids` are tokens that an earlier submission delivered: generation goes on at index len(prefix_ids), and
     max_tokens counts them. A request that draws is submitted with its seed (`sampling.admitted`). All its tokens are of
-    one `checkpoint`, named when an engine admits it; its KV is that checkpoint's.
+    one `checkpoint`, named when an engine admits it; its KV is that checkpoint's. `grammar` is its parameters' grammar
+    as one peer has compiled it: it stays there.
     """
 
     request_id: str
@@ -78,6 +80,7 @@ class Request:
     prefix_ids: tuple[int, ...] = ()
     eos_ids: frozenset[int] = frozenset()
     checkpoint: str = ""
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
 
     @property
     def positions(self) -> int:
@@ -106,9 +109,12 @@ class OpenRequest:
     pending: int = 0
     residency: int = 0
     state: RequestState = RequestState.WAITING
+    _steering: Steering | None = None
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.prefix_ids]
+        if self.request.params.steered:
+            self._steering = Steering(self.request.params, self.request.grammar)
 
     def take(self, event: RequestEvent) -> None:
         self.state = advance(self.state, event)
@@ -116,6 +122,23 @@ class OpenRequest:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def steered(self) -> bool:
+        """Whether its logits are changed before a token is taken."""
+        return self._steering is not None
+
+    def steer(self) -> Steering | None:
+        """What is done to its logits at the token after those that it has; None for nothing."""
+        if self._steering is not None:
+            self._steering.advance(self.tokens, len(self.request.prompt_ids))
+        return self._steering
+
+    def finish_reason(self, token: int) -> FinishReason | None:
+        """Why `token`, its last so far, ends it; None when it goes on."""
+        reason = self.request.finish_reason(token, self.generated)
+        failed = reason is not None and self._steering is not None and bool(self._steering.failure)
+        return "failed" if failed else reason
 
     @property
     def expected(self) -> int:
@@ -138,7 +161,7 @@ class OpenRequest:
 
     def resubmission(self) -> Request:
         """The request as somebody would submit it again, with all committed tokens as its prefix."""
-        return replace(self.request, prefix_ids=tuple(self.tokens[len(self.request.prompt_ids) :]))
+        return replace(self.request, prefix_ids=tuple(self.tokens[len(self.request.prompt_ids) :]), grammar=None)
 
 
 @dataclass(frozen=True)
@@ -178,6 +201,13 @@ class AdmissionLimits:
                     raise RequestError(
                         f"{param} holds token id {token!r}; ids must be in [0, {self.vocab_size})", param
                     )
+        biased = next((token for token, _ in params.logit_bias if token >= self.vocab_size), None)
+        if biased is not None:
+            raise RequestError(
+                f"logit_bias holds token id {biased}; ids must be in [0, {self.vocab_size})", "logit_bias"
+            )
+        if params.grammar is not None and request.grammar is None:
+            raise RequestError("grammar is text; whoever admits the request must compile it first", "grammar")
         prefix = len(request.prefix_ids)
         if prefix >= params.max_tokens:
             raise RequestError(

@@ -31,22 +31,13 @@ import torch
 
 from ray_moe.dataplane.phases import Phase, split_by_phase
 from ray_moe.engine.kvcache import BlockAllocator
-from ray_moe.engine.request import AdmissionLimits, FinishReason, OpenRequest, Request, RequestEvent, RequestState
-from ray_moe.engine.units import Row, StepPlan, UnitBatch, UnitPlan, pack_unit
+from ray_moe.engine.request import AdmissionLimits, OpenRequest, Request, RequestEvent, RequestState
+from ray_moe.engine.steering import SteeringColumns, TokenLogprobs
+from ray_moe.engine.units import Emission, Row, StepPlan, UnitBatch, UnitPlan, pack_unit
 from ray_moe.errors import ConfigError, RayMoEError, RequestError
 
 _PHASE = attrgetter("phase")
 _NONE: Mapping[int, int] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Emission:
-    """One token of one request; `index` counts generated tokens from 0, the prefix included."""
-
-    request_id: str
-    index: int
-    token_id: int
-    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True)
@@ -179,6 +170,11 @@ class Scheduler:
         units = {unit.phase: UnitPlan(step, unit.phase, unit.rows) for unit in split_by_phase(rows, _PHASE)}
         return StepPlan(step, units.get("prefill"), units.get("decode"))
 
+    def steers(self, plan: StepPlan) -> bool:
+        """Whether any row's logits depend on tokens that the host must know: all before it are committed then."""
+        found = (self._find(row) for unit in plan.units for row in unit.rows if row.samples)
+        return any(opened is not None and opened.steered for opened in found)
+
     def materialise(self, unit: UnitPlan, in_flight: Mapping[int, int] = _NONE) -> UnitBatch | None:
         """The unit with its token ids, without the rows of requests that finished or were cancelled since it was
         planned; None when no row is left, and then there is nothing to commit.
@@ -198,9 +194,18 @@ class Scheduler:
             [opened.request.params for _, opened in live],
             self.limits.block_size,
             self.device,
+            SteeringColumns.pack(
+                [opened.steer() for row, opened in live if row.samples], self.limits.vocab_size, self.device
+            ),
         )
 
-    def commit(self, unit: UnitPlan, batch: UnitBatch | None, tokens: Sequence[int]) -> list[Emission]:
+    def commit(
+        self,
+        unit: UnitPlan,
+        batch: UnitBatch | None,
+        tokens: Sequence[int],
+        logprobs: Sequence[tuple[TokenLogprobs, ...]] = (),
+    ) -> list[Emission]:
         """Takes the tokens sampled from `batch.sample_rows`, in order, and says what to deliver.
 
         `batch` is what `materialise` gave. Rows of requests cancelled after that are ignored. Raises RayMoEError, and
@@ -216,8 +221,8 @@ class Scheduler:
             if opened is not None and opened.residency == row.residency:
                 opened.committed = row.start + row.count
         return [
-            self._deliver(opened, int(token))
-            for row, token in zip(sampled, tokens, strict=True)
+            self._deliver(opened, int(token), found)
+            for row, token, found in zip(sampled, tokens, logprobs or [()] * len(tokens), strict=True)
             if (opened := self._find(row)) is not None
         ]
 
@@ -371,13 +376,13 @@ class Scheduler:
             if row.samples and row.index != opened.generated:
                 raise RayMoEError(f"{where} is given token {row.index}; its next is {opened.generated}")
 
-    def _deliver(self, opened: OpenRequest, token: int) -> Emission:
+    def _deliver(self, opened: OpenRequest, token: int, logprobs: tuple[TokenLogprobs, ...]) -> Emission:
         opened.pending -= 1
         opened.tokens.append(token)
-        reason = opened.request.finish_reason(token, opened.generated)
+        reason = opened.finish_reason(token)
         if reason is not None:
             self._close(opened, RequestEvent.FINISH)
-        return Emission(opened.request.request_id, opened.generated - 1, token, reason)
+        return Emission(opened.request.request_id, opened.generated - 1, token, reason, logprobs)
 
     def _close(self, opened: OpenRequest, event: RequestEvent) -> None:
         queue = self._waiting if opened.state is RequestState.WAITING else self._running

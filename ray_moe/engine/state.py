@@ -82,7 +82,7 @@ class LoopCounters:
     """Exact totals since the loop started. `committed_step` is the last step that is done.
 
     Seconds are wall time of steps that ran a unit: in all, and of it the wait for the next step's agreement after the
-    units were done. Bytes are those of epochs that are over.
+    units were done. Bytes are those of epochs that are over. `bare_tokens` are those of `bare_calls` of single layers.
     """
 
     steps_agreed: int = 0
@@ -91,6 +91,8 @@ class LoopCounters:
     tokens_emitted: int = 0
     seconds_worked: float = 0.0
     seconds_agreeing: float = 0.0
+    bare_calls: int = 0
+    bare_tokens: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     switches: deque[Switch] = field(default_factory=lambda: deque(maxlen=SWITCHES_REMEMBERED))

@@ -24,10 +24,11 @@ from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.roles import Turn
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.engine.scheduler import Emission, Scheduler
+from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.state import LoopCounters, ReleaseTally
+from ray_moe.engine.steering import TokenLogprobs, logprobs_of
 from ray_moe.engine.trunk import Binding, Trunk
-from ray_moe.engine.units import Row, StepPlan, UnitBatch, UnitPlan, pack_unit
+from ray_moe.engine.units import Emission, Row, StepPlan, UnitBatch, UnitPlan, pack_unit
 from ray_moe.errors import CollectiveError, DeadlineError
 from ray_moe.routes import Routes
 
@@ -50,11 +51,13 @@ class Ran:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A unit that has been launched: the tokens of its rows that sample, on the device."""
+    """A unit that has been launched: the tokens of its rows that sample, on the device; log probabilities, where they
+    were asked for, are on the host."""
 
     unit: UnitPlan
     batch: UnitBatch
     tokens_B: Tensor
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ class UnitRunner:
             if view is not None:
                 view.policy.observe(agreed.rows_P)
         view = turn.view
-        ahead = self._ahead and turn.shadow is None and turn.instead is None
+        ahead = self._ahead and turn.shadow is None and turn.instead is None and not self._scheduler.steers(plan)
         ran = [] if ahead else self.settle()
         parts: list[tuple[GenerationView, list[_Sampled]]] = []
         for kind, unit in plan.agreed_units(prefill=agreed.prefill, decode=agreed.decode):
@@ -210,11 +213,12 @@ class UnitRunner:
                 parts.append((view, []))
             if logits_BV is None or batch is None or unit is None:
                 continue
-            tokens_B = batch.sampling.sample(logits_BV)
+            tokens_B = batch.choose(logits_BV)
             if shadowed is not None and turn.shadow is not None:
                 tally = self._counters.of_release(turn.shadow.release_id)
-                _compare(tally, shadowed, logits_BV, batch.sampling.sample(shadowed).tolist(), tokens_B.tolist())
-            parts[-1][1].append(_Sampled(unit, batch, tokens_B))
+                _compare(tally, shadowed, logits_BV, batch.choose(shadowed).tolist(), tokens_B.tolist())
+            logprobs = logprobs_of(logits_BV, tokens_B, batch.logprobs)
+            parts[-1][1].append(_Sampled(unit, batch, tokens_B, logprobs))
         launched = _InFlight.of(agreed.step, parts, self._cache.device) if parts else None
         ran += self.settle()  # the step before, while the device runs this one
         self._in_flight = launched
@@ -236,7 +240,7 @@ class UnitRunner:
             part = Ran(view, step.step)
             for one in launched:
                 end = start + one.tokens_B.numel()
-                part.emissions.extend(self._scheduler.commit(one.unit, one.batch, tokens[start:end]))
+                part.emissions.extend(self._scheduler.commit(one.unit, one.batch, tokens[start:end], one.logprobs))
                 start = end
             self._counters.of_release(view.release_id).ran(step.step, len(part.emissions))
             ran.append(part)

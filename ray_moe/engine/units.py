@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ray_moe.dataplane.phases import Phase
+from ray_moe.engine.request import FinishReason
 from ray_moe.engine.sampling import SamplingColumns, SamplingParams
+from ray_moe.engine.steering import SteeringColumns, TokenLogprobs
 from ray_moe.errors import ConfigError
 
 
@@ -90,6 +92,17 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class Emission:
+    """One token of one request; `index` counts generated tokens from 0, the prefix included."""
+
+    request_id: str
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the token, where they were asked for
+
+
+@dataclass(frozen=True)
 class UnitBatch:
     """One unit, packed: what a forward needs, and nothing that a forward changes.
 
@@ -107,6 +120,12 @@ class UnitBatch:
     block_table: Tensor  # [B, W], padded with 0 (never read: see `_decode_view`)
     sample_rows: Tensor  # packed tokens whose logits are sampled, in row order
     sampling: SamplingColumns  # one entry per sample row
+    steering: SteeringColumns | None = None  # None when no sample row's logits change
+    logprobs: tuple[int | None, ...] = ()  # one entry per sample row: how many of the likeliest tokens it wants
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """The next token of each sample row, int64 [B]."""
+        return self.sampling.sample(logits_BV if self.steering is None else self.steering.apply(logits_BV))
 
     @property
     def num_tokens(self) -> int:
@@ -130,14 +149,16 @@ def pack_unit(
     params: Sequence[SamplingParams],
     block_size: int,
     device: torch.device | str = "cpu",
+    steering: SteeringColumns | None = None,
 ) -> UnitBatch:
     """Packs rows; `tokens[b]` are the ids of row b, `params[b]` its request's parameters (admitted: with a seed).
 
-    All columns travel as one int64 buffer, hence one copy to the device.
+    All columns travel as one int64 buffer, hence one copy to the device; but for `steering`, which few units have.
     """
     columns = {name: array("q") for name in _INTEGER_COLUMNS}
     columns["cu_q"].append(0)
-    temperature, top_p = array("d"), array("d")
+    temperature, top_p, min_p = array("d"), array("d"), array("d")
+    logprobs: list[int | None] = []
     width = max(len(row.blocks) for row in rows)
     for row, ids, wanted in zip(rows, tokens, params, strict=True):
         end = row.start + row.count
@@ -158,8 +179,11 @@ def pack_unit(
             columns["index"].append(row.index)
             temperature.append(wanted.temperature)
             top_p.append(wanted.top_p)
+            min_p.append(wanted.min_p)
+            logprobs.append(wanted.logprobs)
     columns["temperature"] = array("q", temperature.tobytes())  # the bits travel as int64 and are viewed back below
     columns["top_p"] = array("q", top_p.tobytes())
+    columns["min_p"] = array("q", min_p.tobytes())
 
     buffer = array("q")
     for column in columns.values():
@@ -186,5 +210,8 @@ def pack_unit(
             seed_B=on_device["seed"],
             index_B=on_device["index"],
             all_greedy=not any(temperature),
+            min_p_B=on_device["min_p"].view(torch.float64) if any(min_p) else None,
         ),
+        steering=steering,
+        logprobs=tuple(logprobs),
     )

@@ -21,13 +21,15 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", 
 HELD_OUT_SHARE = 0.05
 EXCERPT_CHARS = 2048
 
-# System text has no role of its own in the training data: it opens the next user turn, on lines of its own.
+# System text has no role of its own in the training data: it opens the next user turn, on lines of its own; so do
+# tools, which the training data does not have.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}
 {%- else -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}{%- endif -%}
 {%- endmacro -%}
 {%- set pending = namespace(system='') -%}
+{%- for tool in tools or [] -%}{%- set pending.system = pending.system + (tool | tojson) + '\\n' -%}{%- endfor -%}
 {{- '<|bos|>' -}}
 {%- for message in messages -%}
 {%- if message.role in ('system', 'developer') -%}
@@ -36,9 +38,17 @@ CHAT_TEMPLATE = """\
 {{- '<|user|>' + pending.system + text(message.content) + '<|end|>' -}}
 {%- set pending.system = '' -%}
 {%- elif message.role == 'assistant' -%}
-{{- '<|assistant|>' + text(message.content) + '<|end|>' -}}
+{{- '<|assistant|>' + text(message.content) -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+{{- '}</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- elif message.role == 'tool' -%}
+{{- '<|user|><tool_response>' + text(message.content) + '</tool_response><|end|>' -}}
 {%- else -%}
-{{- raise_exception('tiny-moe knows the roles system, developer, user and assistant, not ' + message.role) -}}
+{{- raise_exception('tiny-moe knows the roles system, developer, user, assistant and tool, not ' + message.role) -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if pending.system -%}{{- '<|user|>' + pending.system + '<|end|>' -}}{%- endif -%}

@@ -23,34 +23,57 @@ from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.cluster import connect
 from ray_moe.deadline import Deadline, pause
 from ray_moe.errors import ConfigError, NotServingError
-from ray_moe.serve.api import openai_api
+from ray_moe.serve.access import AccessRules
+from ray_moe.serve.admission import Capacity
+from ray_moe.serve.api import Limits, openai_api
+from ray_moe.serve.asking import Bounds
 from ray_moe.serve.generation import Backends, ClusterDoor
+from ray_moe.serve.keys import API_KEYS, Keys, args_for, with_digests
 from ray_moe.serve.schema import AppArgs
 from ray_moe.text import load_tokenizer
 
-# Requests that one replica works on at a time; each waits for the engine, and costs the replica next to nothing.
-MAX_ONGOING_REQUESTS = 256
+# Ray Serve's own bound on a replica's requests lies so far above ours: what is too much is refused in OpenAI's words,
+# and health, metrics and admin routes are answered even then.
+_SPARE_REQUESTS = 64
 
 _POLL_S = 0.1
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach what listens everywhere
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application for `args`: `cluster` (default "default") and `model_name` (default the model's own name).
+    """The application for `args`, the fields of `AppArgs`.
 
-    The cluster need not run yet: until it does, requests are answered 503. Raises `ConfigError` for other arguments.
+    The cluster need not run yet: until it does, requests are answered 503. Raises `ConfigError` for other arguments,
+    for keys that cannot be read, and where there is no API key and `no_auth` does not say that none is needed: what
+    address Serve listens on is not known here.
     """
-    parsed = AppArgs.parse(dict(args), "arguments of ray_moe.serve.app:build")
+    source = "arguments of ray_moe.serve.app:build"
+    parsed = with_digests(AppArgs.parse(dict(args), source))
+    if not parsed.api_key_digests and not parsed.no_auth:
+        raise ConfigError(
+            f"{source}: no API key (api_keys_file, or {API_KEYS} in the environment); set no_auth where none is needed"
+        )
     door = ClusterDoor(parsed.cluster, parsed.model_name)
+    rules = AccessRules(
+        api_keys=None if parsed.no_auth else Keys(parsed.api_key_digests),
+        admin_tokens=Keys(parsed.admin_token_digests),
+        max_body_bytes=parsed.max_body_bytes,
+        echo_request_ids=False,  # Serve's proxy does
+    )
+    limits = Limits(
+        Capacity(parsed.max_concurrent, parsed.max_queued, parsed.queue_timeout_s),
+        Bounds(parsed.max_prompt_tokens, parsed.max_tokens),
+        parsed.request_timeout_s,
+    )
 
     def api() -> FastAPI:
-        made = openai_api(Backends(door))
+        made = openai_api(Backends(door), limits=limits, rules=rules, cluster=lambda: connect(door.cluster_name))
         keep_what_is_loaded()  # in the replica's process, between whose tokens no full collection may fall
         return made
 
     deployment = serve.deployment(
         name="OpenAI",
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        max_ongoing_requests=parsed.max_concurrent + parsed.max_queued + _SPARE_REQUESTS,
         # It waits for the engine's peers; a CPU of its own would keep small machines from placing it at all.
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
@@ -58,13 +81,15 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     return deployment(serve.ingress(api)()).bind()
 
 
-def run(cluster_name: str, *, host: str, port: int, model_name: str | None = None, seconds: float) -> None:
-    """Serve a running cluster at http://host:port and return once /health answers there.
+def run(cluster_name: str, *, host: str, port: int, seconds: float, args: AppArgs | None = None) -> None:
+    """Serve a running cluster at http://host:port and return once /ready answers there.
 
     Raises `NotServingError` or `PeerLostError` when the cluster does not serve, `ConfigError` when the address cannot
-    be had or the model has no tokenizer, `DeadlineError` after `seconds`. What was started is taken down again.
+    be had, the model has no tokenizer or `args_for` refuses, `DeadlineError` after `seconds`. What was started is taken
+    down again.
     """
     deadline = Deadline(seconds)
+    wanted = args_for(host, args or AppArgs()).model_copy(update={"cluster": cluster_name})
     directory = connect(cluster_name).directory()
     check_tokenizer(directory.model_path, directory.config.trust_remote_code)
     check_address(host, port)
@@ -73,10 +98,10 @@ def run(cluster_name: str, *, host: str, port: int, model_name: str | None = Non
         # No request_timeout_s: a generation may last as long as tokens keep coming; the wait for each of them has the
         # cluster's request_deadline_s.
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options={"host": host, "port": port})
-        target = serve.RunTarget(build({"cluster": cluster_name, "model_name": model_name}), application, "/")
+        target = serve.RunTarget(build(wanted.model_dump(exclude_none=True)), application, "/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         _wait_until_running(application, deadline)
-        _wait_until_healthy(host, port, deadline)
+        _wait_until_ready(host, port, deadline)
     except RayServeException as error:
         shutdown(cluster_name)
         raise ConfigError(f"Ray Serve refuses the application: {error}") from error
@@ -153,9 +178,9 @@ def _wait_until_running(application: str, deadline: Deadline) -> None:
         pause(_POLL_S)
 
 
-def _wait_until_healthy(host: str, port: int, deadline: Deadline) -> None:
+def _wait_until_ready(host: str, port: int, deadline: Deadline) -> None:
     address = _WILDCARDS.get(host, host)
-    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/health"
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/ready"
     heard = "no answer"
     # A proxy of the environment knows nothing about this machine's own ports.
     with httpx.Client(trust_env=False, timeout=5.0) as client:

@@ -6,9 +6,11 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,8 +21,11 @@ from ray_moe.cluster import connect
 from ray_moe.deadline import Deadline, wait_for
 from ray_moe.engine.records import StreamRecord
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.errors import ConfigError, NotServingError, PeerLostError, RayMoEError
+from ray_moe.engine.steering import TokenLogprobs
+from ray_moe.errors import ConfigError, DeadlineError, NotServingError, PeerLostError, RayMoEError, RequestError
+from ray_moe.guidance import Grammars
 from ray_moe.sdk import Client
+from ray_moe.serve.tools import ToolForm
 from ray_moe.text import TextStream, load_tokenizer
 
 _T = TypeVar("_T")
@@ -53,6 +58,17 @@ class Backend:
         """
         config, facts = self.client.directory.config, self.client.directory.facts
         return min(facts.max_positions, config.kv_blocks * config.block_size + 1) - prompt_tokens
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """For refusing what cannot be followed, and for the bytes of tokens; the peers compile for themselves."""
+        end = self.tokenizer.eos_token_id
+        return Grammars(lambda: self.tokenizer, self.client.directory.facts.vocab_size, () if end is None else (end,))
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How its chat template writes calls of tools; None when it writes none that can be read."""
+        return ToolForm.of(self.tokenizer)
 
 
 class Door(Protocol):
@@ -127,13 +143,24 @@ class Backends:
         if self._current is backend:
             self._current = None
 
-    async def tokenize(self, backend: Backend, work: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+    async def tokenize(self, backend: Backend, work: Callable[[], _T]) -> _T:
         """Run `work`, which uses the backend's tokenizer, beside the event loop: a prompt may be megabytes."""
         loop = asyncio.get_running_loop()
-        ids = await wait_for(
+        return await wait_for(
             loop.run_in_executor(self._tokenizing, work), backend.request_deadline_s, "tokenizing the prompt"
         )
-        return tuple(ids)
+
+    async def name_tokens(self, backend: Backend) -> None:
+        """Make the bytes of tokens known: for a large vocabulary, a second's work the first time."""
+        work = asyncio.to_thread(backend.grammars.token_bytes, 0)
+        await wait_for(work, backend.request_deadline_s, "reading the tokenizer")
+
+    async def compile(self, backend: Backend, grammar: str) -> None:
+        """Raises `RequestError` for a grammar that the peers will not be able to follow. What is
+        refused here costs them nothing."""
+        await wait_for(
+            asyncio.to_thread(backend.grammars.compile, grammar), backend.request_deadline_s, "compiling the format"
+        )
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Run to the end whatever becomes of the caller. The loop itself holds tasks weakly.
@@ -149,56 +176,110 @@ class Backends:
 
 @dataclass(frozen=True)
 class Step:
-    """What is new after one engine step: text that is certain (may be empty), all tokens so far, why it ended."""
+    """What is new after one engine step: text that is certain (may be empty), its tokens with their log probabilities
+    where these were asked for, all tokens so far, why it ended."""
 
     text: str
     completion_tokens: int
     finish_reason: str | None
+    tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
 
 
 class TextGeneration:
     """One generation as text, to be closed by whoever started it: that frees its KV within a step if it still runs.
 
-    It runs in a task of its own, because a reader may be cancelled anywhere and must still be able to end it.
+    It runs in a task of its own, because a reader may be cancelled anywhere and must still be able to end it. With
+    `keep_special` special tokens are text, all but the one that ends it. It ends with `DeadlineError` at `deadline`.
     """
 
     def __init__(
-        self, backends: Backends, backend: Backend, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+        self,
+        backends: Backends,
+        backend: Backend,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        keep_special: bool = False,
+        deadline: Deadline | None = None,
     ) -> None:
-        self.request_id, self.prompt_tokens = request_id, len(prompt_ids)
-        self._backends, self._backend = backends, backend
-        self._text = TextStream(backend.tokenizer, params.stop)
-        self._arrived: asyncio.Queue[StreamRecord | None] = asyncio.Queue()
+        self.request_id = request_id
+        self._backends, self._backend, self._deadline = backends, backend, deadline
+        self._text = TextStream(backend.tokenizer, params.stop, keep_special=keep_special)
+        self._keep_special = keep_special
+        self._arrived: deque[StreamRecord | None] = deque()  # None is the last
+        self._news = asyncio.Event()
         self._pump = backends.spawn(self._run(prompt_ids, params))
         self._cancelling: asyncio.Task[None] | None = None
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Steps up to and including the one with a finish reason, `stop` when a stop string was found.
+        """Steps up to and including the one with a finish reason, `stop` when a stop string was found. What came while
+        its reader was busy is one step, so that a replica with more streams than it can keep up with says fewer words.
 
         Raises as `Client.stream`.
         """
         tokens = 0
         while True:
-            record = await wait_for(
-                self._arrived.get(), self._backend.request_deadline_s, f"next step of {self.request_id}"
-            )
-            if record is None:
-                await self._pump  # raises what ended it
-                raise NotServingError(f"{self.request_id} ended without a finish reason")
-            if record.finish_reason == "cancelled":
-                raise NotServingError(f"{self.request_id} was cancelled by the cluster")
-            text = ""
-            for token in record.token_ids:
-                text += self._text.push((token,))
-                tokens += 1
-                if self._text.stopped:
+            text, reason = "", None
+            scored: list[tuple[int, TokenLogprobs]] = []
+            for record in await self._next():
+                count, piece, reason = self._read(record)
+                tokens, text = tokens + count, text + piece
+                scored += zip(record.token_ids, record.logprobs, strict=False)
+                if reason is not None:
                     break
-            if record.finish_reason is not None:
-                text += self._text.finish()
-            reason = "stop" if self._text.stopped else record.finish_reason
-            yield Step(text, tokens, reason)
+            yield Step(text, tokens, reason, tuple(scored))
             if reason is not None:
                 return
+
+    def _read(self, record: StreamRecord) -> tuple[int, str, str | None]:
+        """Its tokens, up to the one that completed a stop string; the text that is certain after them; why it ended."""
+        count, text = 0, ""
+        for token in record.token_ids:
+            count += 1
+            if self._keep_special and record.finish_reason == "stop":
+                break  # one token per record: this is the one that says it ended
+            text += self._text.push((token,))
+            if self._text.stopped:
+                return count, text, "stop"
+        if record.finish_reason is not None:
+            text += self._text.finish()
+        return count, text, "stop" if self._text.stopped else record.finish_reason
+
+    async def _next(self) -> list[StreamRecord]:
+        """What has arrived, once there is something; an error that follows it is raised the next time."""
+        if self._deadline is not None:
+            self._deadline.check(self.request_id)
+        if not self._arrived:
+            await self._wait()
+        records: list[StreamRecord] = []
+        while self._arrived:
+            record = self._arrived[0]
+            if record is None or record.finish_reason in ("cancelled", "failed"):
+                break
+            records.append(record)
+            self._arrived.popleft()
+        if records:
+            return records
+        if record is None:
+            await self._pump  # raises what ended it
+            raise NotServingError(f"{self.request_id} ended without a finish reason")
+        if record.finish_reason == "cancelled":
+            raise NotServingError(f"{self.request_id} was cancelled by the cluster")
+        raise RequestError(f"the output's format became too complex after {record.index} tokens", "response_format")
+
+    async def _wait(self) -> None:
+        """Until something has arrived. Raises `DeadlineError`."""
+        seconds = self._backend.request_deadline_s
+        if self._deadline is not None:
+            seconds = min(seconds, self._deadline.left)
+        self._news.clear()
+        try:
+            await wait_for(self._news.wait(), seconds, f"next step of {self.request_id}")
+        except DeadlineError:
+            if self._deadline is not None:
+                self._deadline.check(self.request_id)
+            raise
 
     def close(self) -> None:
         """End the generation if it still runs. Returns at once, so that a cancelled task can call it."""
@@ -208,12 +289,14 @@ class TextGeneration:
     async def _run(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         try:
             async for record in self._backend.client.stream(prompt_ids, params, request_id=self.request_id):
-                self._arrived.put_nowait(record)
+                self._arrived.append(record)
+                self._news.set()
         except (PeerLostError, NotServingError):
             self._backends.failed(self._backend)
             raise
         finally:
-            self._arrived.put_nowait(None)
+            self._arrived.append(None)
+            self._news.set()
 
     async def _cancel(self) -> None:
         deadline = Deadline(_CANCEL_S)

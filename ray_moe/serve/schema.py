@@ -7,35 +7,29 @@ cannot honour are refused unless they hold their default; fields that nobody doc
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from ray_moe.engine.sampling import SamplingParams
+from ray_moe.engine.sampling import MOST_LOGPROBS, SamplingParams
 from ray_moe.errors import RequestError
-from ray_moe.manifest import Manifest
+from ray_moe.manifest import AsTuple, Manifest, Natural, Positive
+from ray_moe.serve.messages import Body, ChatMessage, NamedTool, Text, Tool, unicode_text
+from ray_moe.serve.wording import refuse_unsupported, short, worded
 
 MAX_STOP_STRINGS = 4
 
+MOST_CHOICES = 8  # of one prompt
+MOST_PROMPTS = 64
+MOST_TOOLS = 128
+
 # Field -> the values that ask for nothing. None always is one.
-_UNSUPPORTED_IN_BOTH: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "logprobs": (False, 0),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-}
-UNSUPPORTED_IN_COMPLETION = {**_UNSUPPORTED_IN_BOTH, "best_of": (1,), "echo": (False,), "suffix": ("",)}
-UNSUPPORTED_IN_CHAT = {
-    **_UNSUPPORTED_IN_BOTH,
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+UNSUPPORTED_IN_COMPLETION: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
+UNSUPPORTED_IN_CHAT: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -45,39 +39,56 @@ UNSUPPORTED_IN_CHAT = {
     "store": (False,),
     "web_search_options": (),
 }
-_UNSUPPORTED_IN_MESSAGE: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+
+_Seconds = Annotated[float, Field(gt=0)]
 
 
 class AppArgs(Manifest):
-    """Arguments of the Serve application, as in a Serve configuration file."""
+    """Arguments of the Serve application, as in a Serve configuration file.
+
+    Every replica works on `max_concurrent` generations at a time, keeps `max_queued` requests waiting for up to
+    `queue_timeout_s` and refuses those that come on top. A request may have `max_body_bytes`, `max_prompt_tokens`,
+    `max_tokens` to generate, and `request_timeout_s` (default: as long as tokens keep coming).
+
+    Keys are read, one per line, from the files named here or from the environment variables RAY_MOE_API_KEYS and
+    RAY_MOE_ADMIN_TOKENS; without an API key the application does not start unless `no_auth` says so. What is kept of
+    them are their SHA-256 digests.
+    """
 
     cluster: Annotated[str, Field(min_length=1)] = "default"
     model_name: Annotated[str, Field(min_length=1)] | None = None
+
+    max_concurrent: Positive = 256
+    max_queued: Natural = 256
+    queue_timeout_s: _Seconds = 60.0
+    request_timeout_s: _Seconds | None = None
+    max_body_bytes: Positive = 8 * 2**20
+    max_prompt_tokens: Positive | None = None
+    max_tokens: Positive | None = None
+
+    api_keys_file: Annotated[str, Field(min_length=1)] | None = None
+    admin_tokens_file: Annotated[str, Field(min_length=1)] | None = None
+    no_auth: bool = False
+    api_key_digests: AsTuple[str] = ()
+    admin_token_digests: AsTuple[str] = ()
 
 
 # -- Fields whose wire form is a union. A validator of our own words the refusal: pydantic's would list every branch.
 
 
-def _text(given: object) -> object:
-    """JSON can hold half of a surrogate pair, which is no text: no tokenizer takes it."""
-    if isinstance(given, str):
-        try:
-            given.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"it must be Unicode text, and has half a surrogate pair at {error.start}") from error
-    return given
-
-
-def _one_prompt(given: object) -> object:
-    if isinstance(given, list) and given and isinstance(given[0], str | list):
-        if len(given) > 1:
-            raise ValueError(f"it holds {len(given)} prompts; one request takes 1")
-        given = given[0]
-    if isinstance(given, str):
-        return _text(given)
-    if isinstance(given, list) and all(type(token) is int for token in given):
-        return given
-    raise ValueError("it must be a string, a list of one string, or a list of integer token ids")
+def _prompts(given: object) -> object:
+    """One prompt or several: a string, token ids, or a list of either."""
+    several = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(several) > MOST_PROMPTS:
+        raise ValueError(f"it holds {len(several)} prompts; the most is {MOST_PROMPTS}")
+    for prompt in several:
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            continue
+        if not isinstance(prompt, str):
+            raise ValueError("it must be a string, a list of integer token ids, or a list of either")
+        unicode_text(prompt)
+    return several
 
 
 def _stop_list(given: object) -> object:
@@ -86,54 +97,89 @@ def _stop_list(given: object) -> object:
         raise ValueError(f"it must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
     if len(stops) > MAX_STOP_STRINGS:
         raise ValueError(f"it holds {len(stops)} strings; the most is {MAX_STOP_STRINGS}")
-    return [_text(text) for text in stops]
+    return [unicode_text(text) for text in stops]
 
 
-def _flat_content(given: object) -> object:
-    if isinstance(given, str):
-        return _text(given)
-    if not isinstance(given, list):
-        raise ValueError("it must be a string or a list of text parts")
-    for part in given:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'it holds the part {short(part)}; only {{"type": "text", "text": "..."}} is supported')
-    return "".join(str(_text(part["text"])) for part in given)
+def _token_ids(given: dict[str, float]) -> dict[str, float]:
+    for token in given:
+        if not token.isascii() or not token.isdecimal() or len(token) > 10:
+            raise ValueError(f"it holds the key {short(token)}; keys are token ids")
+    return given
 
 
-_Text = Annotated[str, BeforeValidator(_text)]
-_Prompt = Annotated[
-    str | list[int], BeforeValidator(_one_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+_Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 _Stop = Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=str | list[str])]
-_Content = Annotated[str, BeforeValidator(_flat_content, json_schema_input_type=str | list[dict[str, Any]])]
+_Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_token_ids)]
+_Penalty = Annotated[float | None, Field(ge=-2, le=2)]
+_N = Annotated[int | None, Field(ge=1, le=MOST_CHOICES)]
 
 
 # -- Request bodies
 
 
-class _Body(BaseModel):
-    """Part of a request: values are not converted, unknown fields are kept for `_refuse` to look at."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+_B = TypeVar("_B", bound=Body)
 
 
-class StreamOptions(_Body):
+def read_body(kind: type[_B], values: object) -> _B:
+    """A request body that did not come over HTTP, such as a batch file's. Raises `RequestError` naming the field."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise RequestError(*worded({**issue, "loc": ("body", *issue["loc"])} for issue in error.errors())) from error
+
+
+class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class _GenerationRequest(_Body):
+class JsonSchema(Body):
+    name: Text | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")] = True
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the output must be: any text, any JSON object, or JSON that is valid under a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_asked_for(self) -> Mapping[str, Any] | bool | None:
+        """The JSON schema of the output; None for any text."""
+        if self.type == "text":
+            return None
+        return self.json_schema.schema_ if self.json_schema is not None else {"type": "object"}
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                f"response_format.type is {self.type}; json_schema is given with json_schema only", "response_format"
+            )
+
+
+class _GenerationRequest(Body):
     """What both APIs take. None stands for a field's default, as in OpenAI's own schema."""
 
-    model: _Text
+    model: Text
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    n: _N = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    logit_bias: _Biases | None = None
     seed: int | None = None
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
     ignore_eos: bool | None = None
 
@@ -146,16 +192,35 @@ class _GenerationRequest(_Body):
         """The most tokens to generate, by either of its names."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def sampling(self, default_max_tokens: int) -> SamplingParams:
-        """The engine's parameters. Raises `RequestError` naming the field, its value and its bound."""
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to show with each token; None for no log probabilities at all."""
+        raise RequestError("logprobs belongs to a completion or a chat", "logprobs")
+
+    @property
+    def output_schema(self) -> Mapping[str, Any] | bool | None:
+        """The JSON schema of the output; None for any text."""
+        return self.response_format.schema_asked_for if self.response_format is not None else None
+
+    def sampling(self, default_max_tokens: int, grammar: str | None = None) -> SamplingParams:
+        """The engine's parameters of the first choice. Raises `RequestError` naming the field, its value and its bound.
+
+        `grammar` is what the output's format comes to, for whoever knows the model (`serve.asking`).
+        """
         given: dict[str, Any] = {
             "max_tokens": default_max_tokens if self.token_limit is None else self.token_limit,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             "seed": self.seed,
             "stop": tuple(self.stop) if self.stop else None,
             "ignore_eos": self.ignore_eos,
+            "logprobs": self.likeliest,
+            "grammar": grammar,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
@@ -169,103 +234,63 @@ class _GenerationRequest(_Body):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is given, but stream is not true; it needs a stream", "stream_options")
+        if self.response_format is not None:
+            self.response_format.check()
         self.sampling(1)  # the bounds that need no knowledge of the prompt
 
 
 class CompletionRequest(_GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: _Prompt
+    prompt: _Prompts
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
     def check(self) -> None:
         super().check()
-        _refuse(self.model_extra, UNSUPPORTED_IN_COMPLETION)
-
-
-class ChatMessage(_Body):
-    """One turn of a conversation; `content` arrives as a string or as text parts, which are joined."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
-    name: _Text | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _say_that_tools_are_unsupported(cls, given: object) -> object:
-        # An assistant's tool call comes without content: the refusal should name the call, not the missing content.
-        if isinstance(given, dict):
-            for field, neutral in _UNSUPPORTED_IN_MESSAGE.items():
-                if _asks_for_something(given.get(field), neutral):
-                    raise ValueError(f"{field} is not supported by this server")
-        return given
-
-    def for_template(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name else {})
+        refuse_unsupported(self.model_extra, UNSUPPORTED_IN_COMPLETION)
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo is true and logprobs is given; the prompt's tokens have none here", "echo")
 
 
 class ChatRequest(_GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LOGPROBS)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MOST_TOOLS)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model may call here."""
+        return tuple(self.tools or ()) if self.tool_choice != "none" else ()
+
+    @property
+    def demanded_tools(self) -> tuple[Tool, ...]:
+        """Those of which it must call one; none where it may also answer in text."""
+        if isinstance(self.tool_choice, NamedTool):
+            return tuple(tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name)
+        return self.offered_tools if self.tool_choice == "required" else ()
 
     def check(self) -> None:
         super().check()
-        _refuse(self.model_extra, UNSUPPORTED_IN_CHAT)
-
-
-def _refuse(extra: Mapping[str, object] | None, unsupported: Mapping[str, tuple[object, ...]]) -> None:
-    for field, value in (extra or {}).items():
-        if field in unsupported and _asks_for_something(value, unsupported[field]):
-            accepted = " or ".join(short(neutral) for neutral in (*unsupported[field], None))
-            raise RequestError(f"{field} is {short(value)}; this server supports only {accepted}", field)
-
-
-def _asks_for_something(value: object, neutral: Sequence[object]) -> bool:
-    # Types count: True equals 1, and n: true is no n: 1.
-    same = (value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
-    return value is not None and not any(same)
-
-
-# -- Wording refusals
-
-
-def worded(issues: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """(message, field) of pydantic's issues with a request body; the field is that of the first.
-
-    >>> worded([{"type": "int_type", "loc": ("body", "seed"), "msg": "Input should be a valid integer", "input": "x"}])
-    ('seed is "x"; it must be a valid integer', 'seed')
-    """
-    sentences, fields = [], []
-    for issue in issues:
-        # FastAPI puts the part of the request in front: body, path, query.
-        field = _path(issue["loc"][1:])
-        fields.append(field)
-        sentences.append(_sentence(issue, field))
-    return ". ".join(dict.fromkeys(sentences)), next(iter(fields), None) or None
-
-
-def _sentence(issue: Mapping[str, Any], field: str) -> str:
-    if issue["type"] == "missing":
-        return f"{field or 'the request body'} is required"
-    if issue["type"] == "value_error":
-        bound = str(issue["ctx"]["error"])
-    elif issue["type"] in ("model_type", "model_attributes_type"):
-        bound = "it must be a JSON object"
-    else:
-        bound = str(issue["msg"]).replace("Input should", "it must").replace("List should", "it must")
-    return f"{field or 'the request body'} is {short(issue['input'])}; {bound}"
-
-
-def _path(location: Sequence[object]) -> str:
-    """`messages[0].content`"""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return text.removeprefix(".")
-
-
-def short(value: object) -> str:
-    """One line of JSON that stands for a value of any size."""
-    try:
-        text = json.dumps(value, default=repr)
-    except RecursionError:  # json can read what is nested just deeply enough that it cannot write it
-        text = f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        refuse_unsupported(self.model_extra, UNSUPPORTED_IN_CHAT)
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true", "top_logprobs")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError(f"tools are {short(names)}; their names must be distinct", "tools")
+        forced = isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
+        if forced and not self.demanded_tools:
+            raise RequestError("tool_choice demands a tool that is not among tools", "tool_choice")

@@ -118,6 +118,6 @@ def test_a_record_that_contradicts_itself_is_refused(field: str, value: int, rea
 @given(records())
 def test_records_travel_as_one_integer_line_each(offered: list[StepRecord]) -> None:
     lines = torch.stack([record.to_tensor() for record in offered])
-    assert lines.shape == (len(offered), 14)
+    assert lines.shape == (len(offered), 15)
     assert lines.dtype == torch.int64
     assert StepRecord.lines(lines) == tuple(offered)

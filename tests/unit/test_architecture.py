@@ -28,7 +28,7 @@ LINE_LIMIT = 400
 TORCH_FREE_VOCABULARY = frozenset(
     [
         *("errors", "identity", "evidence", "topology", "topology_ledger", "placement"),
-        *("manifest", "config", "relations", "plans", "metrics"),
+        *("manifest", "asked", "config", "relations", "plans", "metrics"),
     ]
 )
 VOCABULARY = TORCH_FREE_VOCABULARY | {"routes"}
@@ -36,11 +36,11 @@ DATA = VOCABULARY | {"kernels", "comm"}
 ENGINE = DATA | {"weights", "dataplane", "engine"}
 ACTORS = ENGINE | {"controlplane", "actors"}
 # How people come in; `models` ships the embedded checkpoint.
-DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "models"}
+DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "guidance", "models"}
 
 # Unit -> the units it may import besides itself and `deadline`, which is a leaf that anybody may wait through.
 ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
-    "__init__": frozenset(),
+    "__init__": frozenset({"http_client", "sdk", "plugin"}),
     "__main__": frozenset({"cli"}),
     "errors": frozenset(),
     "deadline": frozenset({"errors"}),
@@ -54,14 +54,17 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "dataplane": DATA,
     "engine": DATA | {"weights", "dataplane"},
     "controlplane": TORCH_FREE_VOCABULARY,
-    "actors": ENGINE | {"controlplane", "models", "priority"},
+    "actors": ENGINE | {"controlplane", "models", "priority", "text", "guidance"},
     "text": VOCABULARY,
+    "guidance": VOCABULARY,
     "observe": VOCABULARY | {"controlplane"},
     "cluster": ACTORS | {"models"},
-    "sdk": ACTORS | {"models"},
-    "serve": ACTORS | {"models", "cluster", "sdk", "text"},
+    "sdk": ACTORS | {"models", "cluster", "text"},
+    "serve": ACTORS | {"models", "cluster", "sdk", "text", "guidance"},
+    "http_client": frozenset({"errors"}),
+    "plugin": ENGINE | {"sdk"},
     "batch": DOORS,
-    "bench": DOORS | {"observe", "priority"},
+    "bench": DOORS | {"observe", "batch", "priority"},
     "cli": DOORS | {"observe", "batch", "bench", "priority"},
 }
 
@@ -73,7 +76,7 @@ ONLY_IN: dict[str, frozenset[str]] = {
         {"actors", "serve", "observe", "bench", "comm.rendezvous", "cluster", "sdk", "batch", "cli", "deadline"}
     ),
     # Frozen dataclasses cross every other boundary.
-    "pydantic": frozenset({"manifest", "config", "relations", "plans", "serve.schema"}),
+    "pydantic": frozenset({"manifest", "asked", "config", "relations", "plans", "serve.schema", "serve.messages"}),
 }
 
 # Library -> the places that must do without it.

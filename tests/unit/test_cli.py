@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 from ray_moe.actors.reports import ClusterStatus, SlotRow
+from ray_moe.asked import ReplicaRequest
 from ray_moe.cli import demo, records
 from ray_moe.cli.connection import locate, running_ray
 from ray_moe.cli.generate import ranks_document
@@ -31,7 +32,6 @@ from ray_moe.cli.main import run
 from ray_moe.cli.options import cluster_config
 from ray_moe.cli.output import Output, output
 from ray_moe.cli.records import Head, Record
-from ray_moe.config import ReplicaRequest
 from ray_moe.controlplane.generations import GenerationStatus, State
 from ray_moe.engine.records import EngineStatus
 from ray_moe.errors import ConfigError, NotServingError, RayMoEError
@@ -162,6 +162,15 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.Capt
         port = taken.getsockname()[1]
         assert run(["up", "--model", "tiny-moe", "--port", str(port)]) == 2
     assert capsys.readouterr().err == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_an_address_that_others_reach_without_a_key_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["up", "--model", "tiny-moe", "--host", "0.0.0.0"]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("error: host is 0.0.0.0, which others can reach, and there is no API key")
+    assert "--api-keys-file" in refused and "--no-auth" in refused
 
 
 # ---- what it prints ----

@@ -17,9 +17,10 @@ from ray_moe.actors.bringup import (
     seats_of,
     topology_of,
 )
+from ray_moe.asked import BucketRequest
 from ray_moe.comm.join import TRANSPORTS, transport_named
 from ray_moe.comm.solo import SoloGroup
-from ray_moe.config import CONTRACTS, BucketRequest, ClusterConfig
+from ray_moe.config import CONTRACTS, ClusterConfig
 from ray_moe.dataplane.runners import RUNNERS
 from ray_moe.dataplane.strategies import STRATEGIES
 from ray_moe.errors import ConfigError, TopologyError

@@ -20,9 +20,9 @@ from ray_moe.engine.handover import Departing, take_in, take_out, worth_moving
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.request import Request
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.engine.scheduler import Emission, Scheduler
+from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.trunk import Binding
-from ray_moe.engine.units import StepPlan, UnitBatch
+from ray_moe.engine.units import Emission, StepPlan, UnitBatch
 from ray_moe.errors import ConfigError, RequestError
 from ray_moe.routes import Routes
 from tests.one_peer import OnePeer

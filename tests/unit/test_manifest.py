@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_moe.config import ClusterConfig, ReplicaRequest, expand_replicas, load_config, parse_replicas
+from ray_moe.asked import ReplicaRequest, expand_replicas, parse_replicas
+from ray_moe.config import ClusterConfig, load_config
 from ray_moe.errors import CompatibilityError, ConfigError, PlacementError, TopologyError
 from ray_moe.identity import (
     CheckpointVersion,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ray_moe.engine.request import TRANSITIONS, FinishReason, Request, RequestEvent, RequestState, advance
 from ray_moe.engine.sampling import SamplingParams
-from ray_moe.engine.scheduler import Counts, Emission, Scheduler
-from ray_moe.engine.units import StepPlan, UnitBatch
+from ray_moe.engine.scheduler import Counts, Scheduler
+from ray_moe.engine.units import Emission, StepPlan, UnitBatch
 from ray_moe.errors import ConfigError, RayMoEError, RequestError
 
 VOCAB = 61

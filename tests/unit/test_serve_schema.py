@@ -16,13 +16,15 @@ import pytest
 
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, DeadlineError, NotServingError, PeerLostError, RequestError
-from ray_moe.serve.api import Problem, openai_api
+from ray_moe.serve.api import openai_api
 from ray_moe.serve.app import build
 from ray_moe.serve.generation import Backend, Backends
-from ray_moe.serve.replies import ChatReply, CompletionReply, Usage, event
+from ray_moe.serve.problems import Problem
+from ray_moe.serve.replies import ChatReply, Choice, CompletionReply, Part, Usage, event
 from ray_moe.serve.schema import UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETION, AppArgs, ChatRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 PROMPT: dict[str, Any] = {"model": "m", "prompt": "x"}
 MESSAGES: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
@@ -102,6 +104,17 @@ def error_in(response: httpx.Response) -> dict[str, Any]:
             "stream_options is given, but stream is not true; it needs a stream",
         ),
         ({"ignore_eos": 1}, "ignore_eos", "ignore_eos is 1; it must be a valid boolean"),
+        ({"n": 9}, "n", "n is 9; it must be less than or equal to 8"),
+        ({"n": True}, "n", "n is true; it must be a valid integer"),
+        ({"min_p": 1.5}, "min_p", "min_p is 1.5; it must be a number in [0, 1]"),
+        ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3; it must be less than or equal to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5 is 101; it must be less than or equal to 100"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", 'logit_bias is {"a": 1}; it holds the key "a"; keys are token ids'),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format.type is json_schema; json_schema is given with json_schema only",
+        ),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
@@ -116,19 +129,18 @@ def test_a_value_out_of_bounds_is_400_and_names_field_value_and_bound(
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (["a", "b"], 'prompt is ["a", "b"]; it holds 2 prompts; one request takes 1'),
-        ([[1], [2]], "prompt is [[1], [2]]; it holds 2 prompts; one request takes 1"),
-        ([1, "a"], 'prompt is [1, "a"]; it must be a string, a list of one string, or a list of integer token ids'),
-        ([True], "prompt is [true]; it must be a string, a list of one string, or a list of integer token ids"),
-        (5, "prompt is 5; it must be a string, a list of one string, or a list of integer token ids"),
-        (None, "prompt is null; it must be a string, a list of one string, or a list of integer token ids"),
+        (["a"] * 65, "it holds 65 prompts; the most is 64"),
+        ([1, "a"], 'prompt is [1, "a"]; it must be a string, a list of integer token ids, or a list of either'),
+        ([True], "prompt is [true]; it must be a string, a list of integer token ids, or a list of either"),
+        (5, "prompt is 5; it must be a string, a list of integer token ids, or a list of either"),
+        (None, "prompt is null; it must be a string, a list of integer token ids, or a list of either"),
         ("\ud800", 'prompt is "\\ud800"; it must be Unicode text, and has half a surrogate pair at 0'),
     ],
 )
 def test_a_prompt_of_another_form_is_400(prompt: object, message: str) -> None:
     response = post(COMPLETIONS, {"model": "m", "prompt": prompt})
     assert response.status_code == 400
-    assert error_in(response)["message"] == message
+    assert error_in(response)["message"].endswith(message)
     assert error_in(response)["param"] == "prompt"
 
 
@@ -138,7 +150,7 @@ def test_a_prompt_of_another_form_is_400(prompt: object, message: str) -> None:
         ([], "messages", "messages is []; it must have at least 1 item"),
         ("hi", "messages", 'messages is "hi"; it must be a valid list'),
         (["hi"], "messages[0]", 'messages[0] is "hi"; it must be a JSON object'),
-        ([{"role": "user"}], "messages[0].content", "messages[0].content is required"),
+        ([{"role": "user"}], "messages[0]", "content is required"),
         ([{"role": "user", "content": 5}], "messages[0].content", "it must be a string or a list of text parts"),
         ([{"content": "hi"}], "messages[0].role", "messages[0].role is required"),
         ([{"role": "wizard", "content": "hi"}], "messages[0].role", 'messages[0].role is "wizard"; it must be'),
@@ -149,9 +161,12 @@ def test_a_prompt_of_another_form_is_400(prompt: object, message: str) -> None:
         ),
         (
             [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
-            "messages[1]",
-            "tool_calls is not supported by this server",
+            "messages[1].tool_calls[0].function",
+            "messages[1].tool_calls[0].function is required",
         ),
+        ([{"role": "assistant", "function_call": {}, "content": ""}], "messages[0]", "function_call is not supported"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0]", "belong to an assistant's message"),
+        ([{"role": "tool", "content": "x"}], "messages[0]", "tool_call_id is required in a tool's message"),
     ],
 )
 def test_messages_of_another_form_are_400_and_name_the_place(messages: object, field: str, message: str) -> None:
@@ -164,29 +179,13 @@ def test_messages_of_another_form_are_400_and_name_the_place(messages: object, f
 @pytest.mark.parametrize(
     ("path", "body", "field", "value"),
     [
-        *((COMPLETIONS, PROMPT, field, value) for field, value in [("best_of", 2), ("echo", True), ("suffix", "z")]),
-        *(
-            (path, body, field, value)
-            for path, body in [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)]
-            for field, value in [
-                ("n", 2),
-                ("n", True),
-                ("logprobs", True),
-                ("logprobs", 5),
-                ("logit_bias", {"5": 1}),
-                ("presence_penalty", 0.5),
-                ("frequency_penalty", -1),
-            ]
-        ),
+        *((COMPLETIONS, PROMPT, field, value) for field, value in [("best_of", 2), ("best_of", True), ("suffix", "z")]),
         *(
             (CHAT, MESSAGES, field, value)
             for field, value in [
-                ("top_logprobs", 3),
-                ("tools", [{"type": "function"}]),
-                ("tool_choice", "required"),
+                ("best_of", 2),
                 ("functions", [{}]),
                 ("function_call", {"name": "f"}),
-                ("response_format", {"type": "json_object"}),
                 ("modalities", ["text", "audio"]),
                 ("audio", {}),
                 ("prediction", {}),
@@ -242,9 +241,10 @@ def test_every_form_of_a_prompt_arrives_as_text_or_token_ids() -> None:
     def prompt_of(form: object) -> object:
         return CompletionRequest.model_validate({"model": "m", "prompt": form}).prompt
 
-    assert prompt_of("a") == prompt_of(["a"]) == "a"
-    assert prompt_of([1, 2]) == prompt_of([[1, 2]]) == [1, 2]
-    assert prompt_of([]) == []
+    assert prompt_of("a") == prompt_of(["a"]) == ["a"]
+    assert prompt_of([1, 2]) == prompt_of([[1, 2]]) == [[1, 2]]
+    assert prompt_of(["a", [1]]) == ["a", [1]]
+    assert prompt_of([]) == [[]]
 
 
 def test_text_parts_are_joined_and_names_reach_the_template() -> None:
@@ -256,9 +256,16 @@ def test_text_parts_are_joined_and_names_reach_the_template() -> None:
 def test_the_engine_gets_what_was_asked_and_its_own_defaults_for_the_rest() -> None:
     bare = CompletionRequest.model_validate(PROMPT)
     assert bare.sampling(16) == SamplingParams(max_tokens=16)
-    asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "seed": -1, "ignore_eos": True}
-    full = CompletionRequest.model_validate({**PROMPT, **asked, "stop": "a", "max_completion_tokens": 7})
-    assert full.sampling(16) == SamplingParams(**asked, stop=("a",), max_tokens=7)
+    asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "seed": -1, "ignore_eos": True, "min_p": 0.1}
+    asked |= {"presence_penalty": 0.5, "frequency_penalty": -1.5, "logprobs": 3}
+    given = {**PROMPT, **asked, "stop": "a", "max_completion_tokens": 7, "logit_bias": {"5": -100, "7": 0.5}}
+    full = CompletionRequest.model_validate(given)
+    assert full.sampling(16) == SamplingParams(**asked, stop=("a",), max_tokens=7, logit_bias=((5, -100.0), (7, 0.5)))
+    assert bare.sampling(16, 'start: "x"').grammar == 'start: "x"'
+    chat = ChatRequest.model_validate({**MESSAGES, "logprobs": True})
+    assert chat.sampling(16).logprobs == 0
+    assert ChatRequest.model_validate({**MESSAGES, "logprobs": True, "top_logprobs": 4}).sampling(16).logprobs == 4
+    assert ChatRequest.model_validate({**MESSAGES, "logprobs": False}).sampling(16).logprobs is None
 
 
 # -- The other ways to go wrong
@@ -329,7 +336,7 @@ def test_a_wrong_method_is_405_and_says_which_is_right(method: str, path: str, a
         (ConfigError("no tokenizer"), 503, "not_serving"),  # the cluster's configuration, not the request
     ],
 )
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/m"])
+@pytest.mark.parametrize("path", ["/ready", "/v1/models", "/v1/models/m"])
 def test_a_cluster_that_cannot_serve_is_5xx_and_says_why(path: str, error: Exception, status: int, code: str) -> None:
     response = ask("GET", path, error=error)
     assert response.status_code == status
@@ -339,7 +346,7 @@ def test_a_cluster_that_cannot_serve_is_5xx_and_says_why(path: str, error: Excep
 
 
 def test_an_error_that_nobody_foresaw_is_500_in_the_same_shape_and_tells_nothing() -> None:
-    response = ask("GET", "/health", error=RuntimeError("secret"))
+    response = ask("GET", "/ready", error=RuntimeError("secret"))
     assert response.status_code == 500
     assert error_in(response) == {
         "message": "internal error (RuntimeError)",
@@ -390,6 +397,8 @@ def test_the_serve_application_has_defaults_and_refuses_other_arguments() -> Non
         build({"clutser": "x"})
     with pytest.raises(ConfigError, match="cluster: found 5, input should be a valid string"):
         build({"cluster": 5})
+    with pytest.raises(ConfigError, match=r"no API key .*; set no_auth"):
+        build({})
 
 
 # -- Answers
@@ -401,7 +410,8 @@ def test_the_two_apis_word_one_answer_alike() -> None:
     for kind, prefix in ((CompletionReply, "cmpl-"), (ChatReply, "chatcmpl-")):
         reply = kind.begin("m", "release-1")
         assert reply.request_id.startswith(prefix)
-        documents = [reply.whole("t", "stop", usage), reply.chunk("t", None), reply.closing(usage)]
+        whole = reply.whole([Choice("t", finish_reason="stop")], usage)
+        documents = [whole, reply.chunk(Part(0, "t")), reply.closing(usage)]
         for document in documents:
             assert document["id"] == reply.request_id
             assert (document["model"], document["system_fingerprint"]) == ("m", "release-1")

@@ -142,8 +142,23 @@ def test_a_system_message_opens_the_next_user_turn_only(tokenizer: Any) -> None:
 
 
 def test_a_role_that_the_model_does_not_know_is_refused_by_name(tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="not tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "42"}], tokenize=False)
+    with pytest.raises(Exception, match="not wizard"):
+        tokenizer.apply_chat_template([{"role": "wizard", "content": "42"}], tokenize=False)
+
+
+def test_tools_their_calls_and_their_answers_have_a_place_in_the_template(tokenizer: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    turns = [
+        {"role": "user", "content": "What houre?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    assert tokenizer.apply_chat_template(turns, tools=[tool], tokenize=False) == (
+        '<|bos|><|user|>{"type": "function", "function": {"name": "now", "parameters": {}}}\nWhat houre?<|end|>'
+        '<|assistant|><tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call><|end|>'
+        "<|user|><tool_response>noon</tool_response><|end|>"
+    )
 
 
 # --- what it has learned ----------------------------------------------------------------------------------------------

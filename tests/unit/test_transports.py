@@ -12,9 +12,8 @@ from torch import Tensor
 from ray_moe.comm.exchange import EXCHANGE_TABLE, Arrived, ExchangeState, StagedExchange, WaitedExchange
 from ray_moe.comm.group import ExpertGroup
 from ray_moe.comm.hierarchical import Hierarchical
-from ray_moe.comm.join import FUSED_WINDOW
+from ray_moe.comm.join import FUSED_WINDOW, join_transport, transport_named
 from ray_moe.comm.join import TRANSPORTS as NAMES
-from ray_moe.comm.join import join_transport, transport_named
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.comm.solo import SoloGroup
 from ray_moe.comm.transports import (

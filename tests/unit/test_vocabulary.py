@@ -368,6 +368,7 @@ EXAMPLES: dict[str, Callable[[], RayMoEError]] = {
     "RetirementRefusedError": lambda: errors.RetirementRefusedError(17, ["peer-0", "peer-1"]),
     "DeadlineError": lambda: errors.DeadlineError("step 4", 2.5, "rank 1"),
     "CollectiveError": lambda: errors.CollectiveError("all_gather", 1, 2),
+    "LeaseExpiredError": lambda: errors.LeaseExpiredError("h", 60.0),
     "PeerLostError": lambda: errors.PeerLostError("rank 2 is gone", 1, 2, 3),
 }
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RayMoEError)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from ray_moe.actors.links import Link, OpenStream
@@ -29,6 +30,7 @@ from ray_moe.deadline import ray_await
 from ray_moe.engine.records import Delivery, GenerateRequest, Members, Moved, Refusal, StreamRecord
 from ray_moe.engine.sampling import SamplingParams, admitted
 from ray_moe.errors import DeadlineError, NotServingError, PeerLeavingError, PeerLostError, RayMoEError, RequestError
+from ray_moe.sdk.experts import Calls, Experts
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Client:
         self._tasks: set[asyncio.Task[None]] = set()
         self._look_again_at = 0.0  # for overdue requests
         self._turn = itertools.count(os.getpid())
+        self._calls = Calls(self)
         self._learn(directory.members)
 
     async def stream(
@@ -132,6 +135,16 @@ class Client:
         opened.cancelling = any(await asyncio.gather(*asked)) or moving
         return opened.cancelling
 
+    def experts(self, layer: int) -> Experts:
+        """One MoE layer of the cluster, to be called by itself; `ConfigError` for a layer without routed experts."""
+        return Experts(self._calls, layer)
+
+    @property
+    def admitting(self) -> dict[int, ActorHandle]:
+        """The peers that take new work, by rank, as far as this client knows."""
+        links = (self._links[rank] for rank in self._members.ranks)
+        return {link.rank: link.actor for link in links if not link.leaving}
+
     # ---- placing a request ----
 
     async def _place(self, opened: OpenStream, link: Link | None = None) -> None:
@@ -144,7 +157,7 @@ class Client:
                 return
             except (PeerLeavingError, PeerLostError) as error:
                 if link.rank in self._members.ranks:
-                    await self._refresh()
+                    await self.refresh()
                 if isinstance(error, PeerLostError):
                     if link.rank in self._members.ranks:
                         raise  # it has not left: it died
@@ -275,7 +288,7 @@ class Client:
             self._start_over(opened)
 
     async def _follow_to_stranger(self, opened: OpenStream, wire_id: str, rank: int) -> None:
-        await self._refresh()
+        await self.refresh()
         if wire_id not in self._wires:
             return
         if rank in self._links:
@@ -307,7 +320,7 @@ class Client:
     async def _lose(self, link: Link, lost: list[str], error: RayMoEError | RayError) -> None:
         """A peer cannot be polled. Requests go on elsewhere if it has left, and end with its name if it is lost."""
         if isinstance(error, PeerLostError):
-            await self._refresh()
+            await self.refresh()
         left = isinstance(error, PeerLostError) and link.rank not in self._members.ranks
         ours = error if isinstance(error, RayMoEError) else NotServingError(f"rank {link.rank}: {error}")
         for wire_id in lost:
@@ -350,7 +363,7 @@ class Client:
         for rank in gone:
             del self._links[rank]
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         """Ask the controller who the members are; what is known stays as it is when it cannot say."""
         controller, seconds = self.directory.controller, self.directory.config.step_deadline_s
         if controller is None:

@@ -7,129 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import ray
 
-from ray_moe import cluster
-from ray_moe.config import ClusterConfig
-from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, NotServingError
-from ray_moe.models import tiny_moe_path
-from ray_moe.sdk import Client, Generation
 from ray_moe.serve import app
-from ray_moe.text import load_tokenizer, render_chat
+from ray_moe.text import render_chat
+from tests.cluster.http.server import (
+    CHAT,
+    COMPLETIONS,
+    ENDLESS,
+    GREEDY,
+    LONG,
+    MESSAGES,
+    MODEL,
+    NAME,
+    PROMPT,
+    TOKENIZER,
+    Server,
+    async_openai,
+    error_in,
+    free_port,
+    text_of,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-NAME, MODEL = "http", "tiny-moe"
-TOKENIZER = load_tokenizer(tiny_moe_path())
-PROMPT = "To be, or not to be"
-MESSAGES: Any = [{"role": "user", "content": "Who goes there?"}]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GREEDY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
-# Far longer than any test waits for it.
-LONG: dict[str, Any] = {**GREEDY, "max_tokens": 1900}
-ENDLESS: dict[str, Any] = {**LONG, "ignore_eos": True}
-
-
-@dataclass(frozen=True)
-class Server:
-    """A cluster and the address where Serve answers for it."""
-
-    url: str
-    cluster: cluster.Cluster
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
-
-    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
-
-    def health(self) -> httpx.Response:
-        return httpx.get(f"{self.url}/health", timeout=60, trust_env=False)
-
-    def events(self, path: str, body: dict[str, Any]) -> list[str]:
-        """What follows `data: ` in each event of a stream."""
-        text = self.post(path, {**body, "stream": True}).text
-        assert text.endswith("\n\n")
-        lines = text.removesuffix("\n\n").split("\n\n")
-        assert all(line.startswith("data: ") for line in lines)
-        return [line.removeprefix("data: ") for line in lines]
-
-    def stream(self, path: str, body: dict[str, Any]) -> AbstractContextManager[httpx.Response]:
-        return httpx.stream("POST", self.url + path, json={**body, "stream": True}, timeout=60, trust_env=False)
-
-    def generate(self, prompt_ids: list[int], **params: Any) -> Generation:
-        """The oracle."""
-
-        async def once() -> Generation:
-            return await Client(self.cluster.directory()).generate(prompt_ids, SamplingParams(**params))
-
-        return asyncio.run(once())
-
-    def kv_blocks_used(self) -> int:
-        return sum(peer.kv_blocks_used for peer in self.cluster.status().peers)
-
-    def tokens_emitted(self) -> int:
-        return sum(peer.tokens_emitted for peer in self.cluster.status().peers)
-
-
-@pytest.fixture(scope="module")
-def server(local_ray: None) -> Iterator[Server]:
-    running = cluster.start(ClusterConfig(name=NAME, model=str(tiny_moe_path()), peers=2, kv_blocks=256))
-    port = free_port()
-    try:
-        app.run(NAME, host="127.0.0.1", port=port, seconds=120)
-        try:
-            yield Server(f"http://127.0.0.1:{port}", running)
-        finally:
-            app.shutdown()
-    finally:
-        running.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_until(holds: Any, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.05)
-
-
-def text_of(ids: tuple[int, ...]) -> str:
-    return str(TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def error_in(response: httpx.Response) -> dict[str, Any]:
-    """The error, which must have OpenAI's shape to the last field."""
-    assert list(response.json()) == ["error"]
-    error: dict[str, Any] = response.json()["error"]
-    assert list(error) == ["message", "type", "param", "code"]
-    return error
 
 
 # -- Answers
 
 
-def test_health_and_the_model_list_name_the_model(server: Server) -> None:
-    health = server.health()
-    assert (health.status_code, health.json()["model"]) == (200, MODEL)
+def test_readiness_and_the_model_list_name_the_model(server: Server) -> None:
+    ready = server.ready()
+    assert (ready.status_code, ready.json()["model"]) == (200, MODEL)
+    assert server.get("/health").json() == {"status": "ok"}
     assert [model.id for model in server.openai.models.list()] == [MODEL]
     assert server.openai.models.retrieve(MODEL).owned_by == "ray_moe"
 
@@ -280,12 +195,6 @@ def test_the_async_client_gets_the_answers_of_the_sync_one(server: Server) -> No
     assert asyncio.run(ask()) == expected
 
 
-@asynccontextmanager
-async def async_openai(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
-        yield client
-
-
 # -- Stop strings
 
 
@@ -368,7 +277,9 @@ def test_a_client_that_leaves_while_the_first_token_is_computed_frees_the_cache(
         ({"prompt": []}, 400, "prompt", None, "the prompt has 0 tokens; it must have at least 1"),
         ({"prompt": [1, 10**9]}, 400, "prompt", None, "prompt holds token id 1000000000; ids must be in [0, "),
         ({"max_tokens": 10**6}, 400, "max_tokens", None, "add up to 10000"),
-        ({"n": 2}, 400, "n", None, "n is 2; this server supports only 1"),
+        ({"n": 9}, 400, "n", None, "n is 9; it must be less than or equal to 8"),
+        ({"best_of": 2}, 400, "best_of", None, "best_of is 2; this server supports only 1"),
+        ({"logit_bias": {"999999": 1}}, 400, "logit_bias", None, "logit_bias holds token id 999999; ids must be in"),
         ({"temperature": -1}, 400, "temperature", None, "temperature is -1; it must be greater than or equal to 0"),
     ],
 )
@@ -398,8 +309,10 @@ def test_the_openai_client_raises_its_own_errors(server: Server) -> None:
         server.openai.completions.create(**GREEDY | {"model": "gpt-4"})
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+        server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, n=30)
     assert bad.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="it has no embeddings"):
+        server.openai.embeddings.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
         server.openai.completions.create(**GREEDY | {"max_tokens": 0}, stream=True)
 
@@ -407,38 +320,11 @@ def test_the_openai_client_raises_its_own_errors(server: Server) -> None:
 def test_a_cluster_that_does_not_run_is_refused_before_anything_is_started(server: Server) -> None:
     with pytest.raises(NotServingError, match="no cluster named 'nowhere'"):
         app.run("nowhere", host="127.0.0.1", port=free_port(), seconds=30)
-    assert server.health().status_code == 200
+    assert server.ready().status_code == 200
 
 
 def test_serve_on_another_address_than_the_running_one_is_refused(server: Server) -> None:
     port = free_port()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         app.run(NAME, host="127.0.0.1", port=port, seconds=60)
-    assert server.health().status_code == 200
-
-
-# -- The last test: it ends the module's cluster
-
-
-def test_a_peers_death_ends_streams_with_an_error_event_and_is_503_from_then_on(server: Server) -> None:
-    lines = []
-    with server.stream(COMPLETIONS, ENDLESS) as response:
-        assert response.status_code == 200
-        for line in filter(None, response.iter_lines()):
-            lines.append(line)
-            if len(lines) == 3:
-                ray.kill(ray.get_actor(f"{NAME}.expert-1", namespace="ray_moe"))
-    assert "choices" in json.loads(lines[0].removeprefix("data: "))
-    last = json.loads(lines[-1].removeprefix("data: "))
-    assert list(last) == ["error"]
-    assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "peer_lost")
-
-    answer = server.post(COMPLETIONS, GREEDY)
-    assert answer.status_code == 503
-    assert error_in(answer)["code"] == "peer_lost"
-    # Health is the controller's word, and that looks at its peers a few times a second.
-    wait_until(lambda: server.health().status_code == 503)
-    assert error_in(server.health())["code"] == "peer_lost"
-    with pytest.raises(openai.InternalServerError) as caught:
-        server.openai.completions.create(**GREEDY)
-    assert caught.value.code == "peer_lost"
+    assert server.ready().status_code == 200
