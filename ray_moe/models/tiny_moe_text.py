@@ -21,8 +21,8 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", 
 HELD_OUT_SHARE = 0.05
 EXCERPT_CHARS = 2048
 
-# System text has no role of its own in the training data: it opens the next user turn, on lines of its own; so do tools,
-# which the training data does not have.
+# System text has no role of its own in the training data: it opens the next user turn, on lines of its own. So do
+# tools, which the training data does not have.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}

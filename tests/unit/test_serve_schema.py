@@ -397,7 +397,7 @@ def test_the_serve_application_has_defaults_and_refuses_other_arguments() -> Non
         build({"clutser": "x"})
     with pytest.raises(ConfigError, match="cluster: found 5, input should be a valid string"):
         build({"cluster": 5})
-    with pytest.raises(ConfigError, match="no API key .*; set no_auth"):
+    with pytest.raises(ConfigError, match=r"no API key .*; set no_auth"):
         build({})
 
 
