@@ -13,9 +13,8 @@ First come, first served: running requests are always the oldest ones, decodes g
 `max_prefill_tokens` allows. Out of blocks, the youngest running request is preempted and computes its KV again later;
 so the oldest always advances, and every request ends.
 
-A request that another engine hands over keeps that order: if it can run at once it is the youngest that runs, and so
-older than all that wait and the first to be preempted; if not, it waits behind the streams that have begun and before
-those that have not. Nobody who runs is held up by it, and whoever waits only once per request handed over.
+A request that another engine hands over keeps that order: if it can run at once it is the youngest that runs; if not,
+it waits behind the streams that have begun. Who waits is held up by it once, who runs never.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", 
 HELD_OUT_SHARE = 0.05
 EXCERPT_CHARS = 2048
 
-# System text has no role of its own in the training data: it opens the next user turn, on lines of its own; so do
+# System text has no role of its own in the training data: it opens the next user turn, on lines of its own. So do
 # tools, which the training data does not have.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
