@@ -176,7 +176,7 @@ class EngineLoop:
     def _switch(self, agreed: Agreement, plan: StepPlan) -> tuple[Agreement, StepPlan]:
         """Take the agreed generation at this boundary; no local handle of an earlier one is left: steps are whole.
 
-        Where it is of another epoch, the step is agreed anew in its group, `plan` and all; `_Left` without a seat there.
+        Where it is of another epoch, the step is agreed anew there, `plan` and all; `_Left` without a seat in it.
         """
         started = perf_counter()
         self._settle()

@@ -216,8 +216,7 @@ class Scheduler:
             raise RayMoEError(f"step {unit.step}: {len(tokens)} tokens for {len(sampled)} sampled rows")
         self._check_turn(unit, rows)
         for row in rows:
-            opened = self._find(row)
-            if opened is not None and opened.residency == row.residency:
+            if (opened := self._find(row)) is not None and opened.residency == row.residency:
                 opened.committed = row.start + row.count
         return [
             self._deliver(opened, int(token), found)
