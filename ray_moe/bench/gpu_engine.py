@@ -14,7 +14,10 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +28,7 @@ from ray_moe.bench.gpu_layer import environment
 from ray_moe.bench.gpu_peer import EngineSizes, GpuPeer
 from ray_moe.bench.gpu_ranks import Seat, ranks_here, run_ranks
 from ray_moe.dataplane.layer import LayerCounters
-from ray_moe.deadline import pause
+from ray_moe.deadline import Deadline, pause
 from ray_moe.engine.request import Request
 from ray_moe.engine.sampling import SamplingParams
 
@@ -35,7 +38,11 @@ WORKLOADS = {"long": (1024, 128), "short": (128, 512)}
 PARTS = ("steps", "profile", *WORKLOADS)
 _STEPS, _PROMPT = 100, 256
 _PROFILED = (1, 32, 256)
-_PROFILE_S, _MARGIN_S = 0.15, 0.01
+# Steps of a profiled batch: after its prefill, timed while nobody watches, watched. Seconds between two looks.
+_SETTLED, _TIMED, _WATCHED = 8, 40, 12
+_LOOK_S = 0.01
+# Decode attention has one such kernel in each layer.
+_ONCE_A_LAYER = "_paged_decode_kernel"
 _ACTIVITIES = [torch.profiler.ProfilerActivity.CUDA]
 _DEADLINE_S = 400.0
 
@@ -54,7 +61,7 @@ def measure(seat: Seat, sizes: EngineSizes, requests: int, parts: Sequence[str])
             found["decode_step_ms"] = {batch: _decode_step(peer, seat, batch) for batch in BATCHES}
         if "profile" in parts:
             with torch.profiler.profile(activities=_ACTIVITIES):
-                pause(_MARGIN_S)  # the first watch takes a second to begin
+                pause(_LOOK_S)  # the first watch takes a second to begin
             found["profile"] = {batch: _profile(peer, seat, batch) for batch in _PROFILED}
         for name, (prompt, new) in WORKLOADS.items():
             if name in parts:
@@ -89,42 +96,91 @@ def _decode_step(peer: GpuPeer, seat: Seat, batch: int) -> dict[str, float]:
 
 
 def _profile(peer: GpuPeer, seat: Seat, batch: int) -> dict[str, Any]:
-    """Milliseconds of a decode step by what the device does in it; what is left of the step is the host's."""
+    """Milliseconds of a decode step by what the device does in it; `idle_ms`, the rest, is the host's.
+
+    `step_ms` is the median of this batch's own steps before anything watches them. The device's share is of whole steps
+    under the profiler, which lengthens the gaps between kernels (`watched_step_ms`) but hardly the kernels: a step
+    without gaps can have an `idle_ms` a little below 0.
+    """
     requests = _requests(seat, f"profile{batch}", batch, _PROMPT, 700)
     peer.outlet.expect(len(requests))
     peer.submit(requests)
-    while peer.loop.load.running < batch or peer.loop.load.waiting:
-        pause(0.01)
-    pause(0.3)
+    _until(peer, lambda: peer.loop.load.running == batch and not peer.loop.load.waiting)
+    _run_steps(peer, _SETTLED + _TIMED)
+    step_ms = statistics.median(peer.step_ms(_TIMED))
     with torch.profiler.profile(activities=_ACTIVITIES) as profiler:
-        pause(_MARGIN_S)
-        first = peer.loop.counters.steps_worked
-        pause(_PROFILE_S)
-        steps = peer.loop.counters.steps_worked - first
+        _run_steps(peer, _WATCHED)
     for request in requests:
         peer.loop.cancel(request.request_id)
     peer.until_ended(_DEADLINE_S)
-    if not steps:
-        return {"error": "no step ended while it was watched"}
-    share: dict[str, float] = dict.fromkeys((*_KERNELS, "products", "attention", "rest"), 0.0)
-    launches = 0
-    slowest: dict[str, float] = {}
-    for event in profiler.key_averages():
-        per_step = event.self_device_time_total / steps / 1e3
-        share[_kind_of(event.key)] += per_step
-        slowest[event.key[:80]] = round(per_step, 4)
-        launches += event.count
-    # The watch is a little longer than the steps that were counted in it.
-    scale = _PROFILE_S / (_PROFILE_S + _MARGIN_S)
-    busy = sum(share.values()) * scale
-    step_ms = statistics.median(peer.step_ms(_STEPS))
-    top = sorted(slowest.items(), key=lambda item: -item[1])[:12]
+    watched = whole_steps(_spans(profiler), peer.trunk.config.num_hidden_layers)
+    if watched is None:
+        return {"step_ms": step_ms, "error": "no whole step was watched"}
+    return {"step_ms": step_ms, "idle_ms": step_ms - watched["busy_ms"]} | watched
+
+
+def _run_steps(peer: GpuPeer, steps: int) -> None:
+    counters = peer.loop.counters
+    last = counters.steps_worked + steps
+    _until(peer, lambda: counters.steps_worked >= last)
+
+
+def _until(peer: GpuPeer, reached: Callable[[], bool]) -> None:
+    """Raises `DeadlineError`, what ended the loop, and `RuntimeError` where the requests end first."""
+    deadline = Deadline(_DEADLINE_S)
+    while not reached():
+        if peer.outlet.done.is_set():
+            peer.until_ended(0.0)
+            raise RuntimeError("the profiled requests ended before they were watched")
+        deadline.check("the benchmark's profiled steps")
+        pause(_LOOK_S)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or copy on the device, in microseconds of one clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def _spans(profiler: torch.profiler.profile) -> list[Span]:
+    return [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def whole_steps(spans: Sequence[Span], layers: int) -> dict[str, Any] | None:
+    """What the device does in a decode step of `layers` layers: the mean of the whole steps among `spans`.
+
+    n steps lie between one layer's decode attention and that of the same layer n steps on, wherever in a step the watch
+    began. `busy_ms` counts what runs at once only once, `device_ms` and `slowest` each. None without a whole step.
+    """
+    marks = sorted(span.start for span in spans if span.name == _ONCE_A_LAYER)
+    steps = (len(marks) - 1) // layers
+    if steps < 1:
+        return None
+    first, last = marks[0], marks[steps * layers]
+    inside = sorted((span for span in spans if first <= span.start < last), key=lambda span: span.start)
+    kinds: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
+    busy, until = 0.0, first
+    for span in inside:
+        kinds[_kind_of(span.name)] += span.end - span.start
+        names[span.name[:80]] += span.end - span.start
+        busy += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    each, longest = 1e-3 / steps, sorted(names.items(), key=lambda item: -item[1])[:12]
     return {
-        "step_ms": step_ms,
-        "device_ms": {name: round(value * scale, 4) for name, value in share.items() if value},
-        "idle_ms": step_ms - busy,
-        "launches_per_step": launches * scale / steps,
-        "slowest": dict(top),
+        "busy_ms": busy * each,
+        "watched_step_ms": (last - first) * each,
+        "watched_steps": steps,
+        "device_ms": {name: round(spent * each, 4) for name, spent in sorted(kinds.items())},
+        "launches_per_step": len(inside) / steps,
+        "slowest": {name: round(spent * each, 4) for name, spent in longest},
     }
 
 
@@ -146,6 +202,7 @@ _KERNELS = ("experts", "exchange", "attention")
 _LIBRARIES = {"exchange": r"nccl", "attention": r"flash", "products": r"gemm|gemv|nvjet|cutlass|xmma|splitKreduce"}
 
 
+@cache
 def _kind_of(name: str) -> str:
     """What a kernel is for, by its name."""
     for kind, names in _our_kernels().items():
