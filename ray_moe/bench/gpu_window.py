@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ray_moe.bench.gpu_layer import environment
 from ray_moe.bench.gpu_ranks import Seat, ranks_here, run_ranks
 from ray_moe.bench.gpu_shapes import MODELS, Inputs, compile_beforehand, random_slabs
 from ray_moe.bench.report import Row
@@ -344,7 +345,8 @@ def main() -> None:
             )
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / f"{name}.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+            record = environment() | {"command": "python -m ray_moe.bench.gpu_window", "gpus": ranks, "rows": rows}
+            (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

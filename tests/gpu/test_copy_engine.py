@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_moe.bench.gpu_ranks import Seat, ranks_here, run_ranks
+from ray_moe.bench.gpu_ranks import Seat, ranks_for_tests, run_ranks
 from ray_moe.comm.rendezvous import connect
 from ray_moe.deadline import poll
 from ray_moe.errors import DigestMismatchError, SlotError
@@ -23,7 +23,7 @@ from ray_moe.weights.slots import MappedSlot, SlotPool, SlotState
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(ranks_here() < 2, reason="takes two GPUs of one host"),
+    pytest.mark.skipif(ranks_for_tests() < 2, reason="takes a CUDA device"),
 ]
 SECONDS = 30.0
 # Odd sizes, so that slots begin at all kinds of addresses; the largest is Qwen3-30B-A3B's.
@@ -195,6 +195,6 @@ def work(seat: Seat) -> list[str]:
 
 
 def test_slots_arrive_bit_for_bit_or_not_at_all_also_when_the_source_is_killed() -> None:
-    ranks = ranks_here()
-    wrong = run_ranks(work, seconds=90, dying={ranks - 1})
+    ranks = ranks_for_tests()
+    wrong = run_ranks(work, ranks=ranks, seconds=90, dying={ranks - 1})
     assert [each or [] for each in wrong] == [[]] * ranks

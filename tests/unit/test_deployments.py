@@ -25,7 +25,7 @@ from ray_moe.serve import keeper
 from ray_moe.serve.schema import AppArgs
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
-CLUSTERS = ["local-cpu.yaml", "one-node-gpu.yaml", "multi-node.yaml"]
+CLUSTERS = ["local-cpu.yaml", "one-node-gpu.yaml", "one-node-gpus.yaml", "multi-node.yaml"]
 
 
 def document(name: str) -> Any:
