@@ -67,7 +67,8 @@ class Gate:
             if turn.done() and not turn.cancelled():  # its turn came as it gave up
                 self._leave(generations)
             else:
-                self._waiting.remove(entry)
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
                 self._call_next()
             raise
         return Place(self, generations)
@@ -81,10 +82,15 @@ class Gate:
         self._call_next()
 
     def _call_next(self) -> None:
-        while self._waiting and self.running + self._waiting[0][0] <= self.capacity.max_concurrent:
-            generations, turn = self._waiting.popleft()
-            self.running += generations
-            turn.set_result(None)
+        while self._waiting:
+            generations, turn = self._waiting[0]
+            gave_up = turn.done()  # and has not been here yet to say so
+            if not gave_up and self.running + generations > self.capacity.max_concurrent:
+                return
+            self._waiting.popleft()
+            if not gave_up:
+                self.running += generations
+                turn.set_result(None)
 
     def _finished(self, seconds: float) -> None:
         self._mean_seconds += (seconds - self._mean_seconds) / 8

@@ -459,8 +459,8 @@ def test_a_role_that_comes_twice_cannot_become_a_document() -> None:
         ReleaseManifest.from_bundle(twice)
 
 
-def test_peers_on_cuda_are_refused_beyond_one_while_rows_travel_on_cpu_only() -> None:
-    with pytest.raises(ConfigError, match="peers must be 1 on cuda, found 2"):
+def test_several_peers_need_a_group_that_carries_rows_where_they_are() -> None:
+    with pytest.raises(ConfigError, match="group must be nccl for 2 peers on cuda, found tcp"):
         ClusterConfig.parse({"model": "m", "device": "cuda", "peers": 2})
     assert ClusterConfig(model="m", device="cuda", peers=1).device == "cuda"
 
