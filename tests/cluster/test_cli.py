@@ -182,6 +182,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_2(shell: Shell) -> N
     assert (code, stdout, stderr) == (2, "", "error: model '/nowhere' is not a folder\n")
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_fit_is_one_line_with_the_sums_and_exit_2_and_leaves_nothing(shell: Shell) -> None:
     arguments = ("--model", "tiny-moe", "--peers", "2", "--spare-slots", "2", "--no-http")
     code, stdout, stderr = shell.run("up", *arguments, "--set", "memory_bytes=3145728")

@@ -202,6 +202,7 @@ def test_a_request_out_of_bounds_is_refused_with_value_and_bound(
         asyncio.run(client.generate(prompt, params))
 
 
+@pytest.mark.full
 def test_a_request_id_can_be_used_again_at_once_and_gets_its_own_tokens(cluster: Cluster) -> None:
     client = Client(cluster.directory())
     other = tuple(range(100, 130))

@@ -168,6 +168,7 @@ def test_cancelling_undoes_a_grow_and_whoever_watches_it_is_told_with_exit_1(she
         assert stderr.startswith(f"error: {message}")
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_watching_but_the_rank_comes_a_named_one_goes_and_history_tells_it(shell: Shell) -> None:
     before = ranks(shell)
     with grow_that_stays_preparing(shell, "--why", "evening") as (watching, number):

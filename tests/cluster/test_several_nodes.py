@@ -20,6 +20,7 @@ PROGRAM_S = 240
 TOKENS = 24
 
 
+@pytest.mark.full
 def test_two_raylets_are_two_nodes_and_the_relays_between_them_change_no_token() -> None:
     prompts = prompts_of(TINY_MOE)[:4]
     program = subprocess.run(
