@@ -59,7 +59,12 @@ def kill_and_submit_again(shell: Shell, tmp_path: Path, count: int, after: int) 
     source, output = write_prompts(tmp_path / "in.jsonl", count), tmp_path / "out.jsonl"
     job = (source, output, "--model", "tiny-moe", "--peers", "2", "--concurrency", "8", "--checkpoint-s", "0.2")
     first = shell.start(SCRIPT, *job)
-    until(lambda: parts(output) and rows_done(output) >= after)
+
+    def begun() -> bool:
+        assert first.poll() is None, finished(first)
+        return bool(parts(output)) and rows_done(output) >= after
+
+    until(begun)
     (driver,) = drivers(shell, output)
     driver.send_signal(signal.SIGKILL)
     code, said = finished(first)
@@ -73,6 +78,7 @@ def kill_and_submit_again(shell: Shell, tmp_path: Path, count: int, after: int) 
     assert experts(shell) == [], "the job's own cluster ends with it"
 
 
+@pytest.mark.full
 def test_a_submitted_job_that_is_killed_is_submitted_again_and_every_id_is_answered_once(
     shell: Shell, tmp_path: Path
 ) -> None:
