@@ -11,13 +11,13 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from ray_moe.actors.bringup import find_model, known_nodes, store_host
+from ray_moe.actors.cluster_state import CLUSTER_TABLE, ClusterState
 from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.actors.conductor import Conductor
 from ray_moe.actors.journal import Journal, Record
@@ -42,30 +42,6 @@ from ray_moe.errors import ConfigError, NotServingError, PeerLostError, RayMoEEr
 from ray_moe.placement import PlacementSnapshot
 
 _LOG = logging.getLogger(__name__)
-
-
-class ClusterState(StrEnum):
-    """Where the cluster stands."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DEGRADED = "degraded"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-# state -> {event: next}. DEGRADED: the epoch is broken (a peer died, or failed); calls fail by name.
-CLUSTER_TABLE: dict[ClusterState, dict[str, ClusterState]] = {
-    ClusterState.STARTING: {
-        "serve": ClusterState.SERVING,
-        "fail": ClusterState.FAILED,
-        "stop": ClusterState.STOPPED,
-    },
-    ClusterState.SERVING: {"lose_peer": ClusterState.DEGRADED, "stop": ClusterState.STOPPED},
-    ClusterState.DEGRADED: {"lose_peer": ClusterState.DEGRADED, "stop": ClusterState.STOPPED},
-    ClusterState.FAILED: {"stop": ClusterState.STOPPED},
-    ClusterState.STOPPED: {},
-}
 
 
 class ControllerActor(ReleaseVerbs):
