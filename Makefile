@@ -25,10 +25,10 @@ demo: install
 	@.venv/bin/ray-moe demo $(ARGS)
 
 test: install
-	@.venv/bin/python -m pytest -m "not full and not gpu" $(ARGS)
+	@scripts/tests.sh "not full and not gpu" $(ARGS)
 
 test-full: install
-	@.venv/bin/python -m pytest -m "not gpu" $(ARGS)
+	@scripts/tests.sh "not gpu" $(ARGS)
 
 # On a CUDA host, with the Python there that has torch, triton, transformers, cupy and pytest: these need neither Ray nor
 # pydantic, but for the test of a whole cluster, which is skipped without them. What takes several GPUs is skipped, with
