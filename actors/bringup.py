@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import ray
 import torch
 
-from ray_moe.comm.join import FUSED_WINDOW, transport_named
+from ray_moe.actors.device import most_tokens, regions_of
+from ray_moe.comm.join import transport_named
 from ray_moe.comm.probe import probe
 from ray_moe.comm.transports import Transport
 from ray_moe.config import ClusterConfig
@@ -150,25 +151,16 @@ def workspaces_of(config: ClusterConfig) -> Workspaces | None:
     """Kernels for the whole layer compute what the grouped runner computes; another runner was asked for by name."""
     if config.runner != "grouped":
         return None
-    return Workspaces(max(config.max_prefill_tokens, config.max_decode_rows), config.batch_invariant)
+    return Workspaces(most_tokens(config), config.batch_invariant)
 
 
 def window_of(config: ClusterConfig, rank: GlobalRank, trunk: Trunk) -> NodeWindow | None:
     """This process's window, for all epochs that it will have a seat in; None where no rows go over windows."""
-    if config.transport != FUSED_WINDOW:
+    regions = regions_of(config, trunk.top_k, trunk.hidden_size)
+    if regions is None:
         return None
     from ray_moe.comm.window import NodeWindow  # with its launches: not where there is no triton
-    from ray_moe.kernels.window import Regions
 
-    regions = Regions.plan(
-        config.window_peers,
-        max(config.max_prefill_tokens, config.max_decode_rows),
-        trunk.top_k,
-        trunk.hidden_size,
-        getattr(torch, config.dtype),
-        quantized=config.payload == "fp8_block",
-        partial=config.gate_location == "expert",
-    )
     return NodeWindow(regions, rank, trunk.device, config.step_deadline_s)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import ray
 import torch
 
+from ray_moe.comm.join import FUSED_WINDOW
 from ray_moe.config import ClusterConfig
 from ray_moe.engine.decode_graph import decode_sizes
 from ray_moe.errors import ConfigError
+from ray_moe.kernels.regions import Regions
 
 _KEEPS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -60,3 +62,33 @@ def step_options(config: ClusterConfig) -> Mapping[str, Any]:
         return {}
     sizes = () if config.decode_buckets else decode_sizes(config.max_decode_rows)
     return {"graph_sizes": sizes, "look_ahead": True}
+
+
+def runs_kernels(config: ClusterConfig) -> bool:
+    """Whether layers are run by kernels alone, so that graphs can hold them: on a GPU, in half precision, where nothing
+    else was asked for by name."""
+    asked = config.decode_buckets or config.adaptive or config.runner != "grouped"
+    return config.device == "cuda" and config.dtype != "float32" and not asked
+
+
+def most_tokens(config: ClusterConfig) -> int:
+    """The largest unit of a peer."""
+    return max(config.max_prefill_tokens, config.max_decode_rows)
+
+
+def regions_of(config: ClusterConfig, top_k: int, hidden: int) -> Regions | None:
+    """What every peer's window holds for rows of `hidden` elements; None where no rows go over windows.
+
+    Raises `ConfigError` for rows that windows cannot hold.
+    """
+    if config.transport != FUSED_WINDOW:
+        return None
+    return Regions.plan(
+        config.window_peers,
+        most_tokens(config),
+        top_k,
+        hidden,
+        getattr(torch, config.dtype),
+        quantized=config.payload == "fp8_block",
+        partial=config.gate_location == "expert",
+    )

@@ -11,12 +11,15 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from ray_moe.actors.device import most_tokens, regions_of, runs_kernels
 from ray_moe.asked import expand_replicas
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.solve import balanced, pool_capacity
+from ray_moe.engine.decode_graph import decode_sizes
 from ray_moe.engine.needs import model_needs
 from ray_moe.errors import ConfigError, NotAvailableError
 from ray_moe.identity import GlobalRank
+from ray_moe.kernels.regions import workspace_nbytes
 from ray_moe.weights.budget import Budget, ModelNeeds, Sizes, require_fit, spare_that_fits
 
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -83,6 +86,7 @@ def slots_held(config: ClusterConfig, layers: tuple[int, ...], num_experts: int)
 
 def _sizes(config: ClusterConfig, model: Path) -> tuple[ModelNeeds, Sizes]:
     needs = model_needs(model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
+    window, workspace = _kernel_memory(config, needs)
     return needs, Sizes(
         peers=config.peers,
         held=slots_held(config, needs.layers, needs.num_experts),
@@ -92,7 +96,22 @@ def _sizes(config: ClusterConfig, model: Path) -> tuple[ModelNeeds, Sizes]:
         tokens=config.max_prefill_tokens,
         decode_rows=config.max_decode_rows,
         bucket_rows=tuple(bucket.slot_rows for bucket in config.decode_buckets),
+        graph_rows=decode_sizes(config.max_decode_rows) if runs_kernels(config) else (),
+        window=window,
+        workspace=workspace,
     )
+
+
+def _kernel_memory(config: ClusterConfig, needs: ModelNeeds) -> tuple[int, int]:
+    """Bytes of a peer's window, and of what kernels of the whole layer write into: 0 where there are none."""
+    regions = regions_of(config, needs.top_k, needs.hidden)
+    window = 0 if regions is None else regions.device_nbytes
+    if not runs_kernels(config):
+        return window, 0
+    tokens = most_tokens(config) if regions is None else regions.token_slots
+    shape = (needs.num_experts, needs.top_k, needs.hidden, needs.ffn)
+    # Over windows results go home, unless an owner sums them first.
+    return window, workspace_nbytes(*shape, tokens, needs.itemsize, results=regions is None or regions.partial)
 
 
 def _budget(config: ClusterConfig, free: int, sharers: int = 1) -> Budget:

@@ -25,9 +25,9 @@ from ray_moe.kernels.epilogue import Home
 from ray_moe.kernels.gemv_layer import GemvBuffers, GemvTile, gemv_layer
 from ray_moe.kernels.grouped_gemm import Tile
 from ray_moe.kernels.launch import is_hopper
+from ray_moe.kernels.regions import ROW_BLOCKS
 from ray_moe.kernels.routing import RouteMaps, route
 from ray_moe.kernels.tiling import (
-    ROW_BLOCKS,
     GroupedTiles,
     LayerShape,
     Tiling,
@@ -155,13 +155,15 @@ class FusedLayer:
         workspace, or where they are wanted. With `home` (`Home`'s windows, routes and offset) results go there instead.
         """
         shape, workspace, routes = self.workspace.shape, self.workspace, ids_TK.numel()
-        tiling = choose(hidden_TD.shape[0], shape, workspace.hopper, batch_invariant=True)
+        tiling = self._tiling or choose(hidden_TD.shape[0], shape, workspace.hopper, batch_invariant=True)
         assert isinstance(tiling, GroupedTiles)
         maps = workspace.maps[tiling.rows]
         if position_N is not None:
             maps = replace(maps, position_N=position_N)
         if rows_RD is None:
-            rows_RD = workspace.rows_RD[:routes]
+            # With a home nothing is written here: launches read the shape and dtype.
+            nowhere = workspace.acts_RF[:1, :1].expand(routes, shape.hidden)
+            rows_RD = workspace.rows_RD[:routes] if home is None else nowhere
         route(ids_TK.view(-1), shape.num_experts, maps)
         self.gate_up(hidden_TD, slots_E, tiling)
         self.down(hidden_TD.shape[0], slots_E, tiling, rows_RD, None if home is None else Home(maps.source_N, *home))

@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ray_moe.kernels.activation import SwiGLU
 from ray_moe.kernels.epilogue import Home, at_home, home_arguments, swiglu
 from ray_moe.kernels.launch import dependent
-from ray_moe.kernels.routing import RowTiles, most_tiles
+from ray_moe.kernels.regions import most_tiles
+from ray_moe.kernels.routing import RowTiles
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Tile:
     """How a product is cut: rows x columns x depth of a program's tile, its warps, and stages in flight.
 
     `group` row tiles share their weights in the L2 cache. `swapped`: weights are the tensor cores' M side, for few
-    rows. `short_tail`: a tile at most half full is computed at half its height. `copied_rows`: rows in order come by
-    the copy engine, not by pointers.
+    rows. `short_tail`: a tile at most half full is computed at half its height, with `tail_stages` in flight (None: as
+    many). `copied_rows`: rows in order come by the copy engine, not by pointers.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Tile:
     swapped: bool = False
     short_tail: bool = False
     copied_rows: bool = False
+    tail_stages: int | None = None
 
 
 def gate_up_descriptor(gate_up: Tensor, tile: Tile) -> TensorDescriptor:
@@ -118,8 +120,9 @@ def _launch(
         tiles.segment_M, tiles.row_M, tiles.end_M, tiles.count_1,
         N=width, K=depth, TOP_K=top_k, BM=tile.rows, BN=tile.columns, BK=tile.depth, GROUP=tile.group,
         GATED=activation is not None, ACTIVATION=_numbers(activation), SWAPPED=tile.swapped,
-        SHORT_TAIL=tile.short_tail, EVEN_K=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages,
-        **dependent(out.device),
+        SHORT_TAIL=tile.short_tail, STAGES=tile.stages, TAIL_STAGES=tile.tail_stages or tile.stages,
+        EVEN_K=depth % tile.depth == 0,
+        num_warps=tile.warps, num_stages=tile.stages, **dependent(out.device),
     )  # fmt: skip
 
 
@@ -132,7 +135,8 @@ def _grouped_kernel(
     rows, rows_whole, rows_half, source, slots, weights, bias, gates, out, home, segment_M, row_M, end_M, count_1,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, SWAPPED: tl.constexpr,
-    SHORT_TAIL: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    SHORT_TAIL: tl.constexpr, STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (row tile, column block), in groups of row tiles; programs beyond the valid tiles return."""
     if PDL:
@@ -154,20 +158,20 @@ def _grouped_kernel(
     if SHORT_TAIL:
         if count <= BM // 2:
             _tile(rows, rows_half, source, weights, bias, gates, out, home, slot, row, count, n, N, K, TOP_K, BM // 2,
-                  BN, BK, GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
+                  BN, BK, GATED, ACTIVATION, SWAPPED, EVEN_K, TAIL_STAGES)  # fmt: skip
         else:
             _tile(rows, rows_whole, source, weights, bias, gates, out, home, slot, row, count, n, N, K, TOP_K, BM, BN,
-                  BK, GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
+                  BK, GATED, ACTIVATION, SWAPPED, EVEN_K, STAGES)  # fmt: skip
     else:
         _tile(rows, rows_whole, source, weights, bias, gates, out, home, slot, row, count, n, N, K, TOP_K, BM, BN, BK,
-              GATED, ACTIVATION, SWAPPED, EVEN_K)  # fmt: skip
+              GATED, ACTIVATION, SWAPPED, EVEN_K, STAGES)  # fmt: skip
 
 
 @triton.jit
 def _tile(
     rows, rows_desc, source, weights, bias, gates, out, home, slot, row, count, n, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, SWAPPED: tl.constexpr, EVEN_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, SWAPPED: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows [row, row + count) of one segment by columns [n * BN, (n + 1) * BN), and the epilogue."""
     WIDTH: tl.constexpr = N // 2 if GATED else N
@@ -181,7 +185,7 @@ def _tile(
         total = tl.zeros((BN, BM), tl.float32)
     else:
         total = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, K, BK):
+    for first in tl.range(0, K, BK, num_stages=STAGES):
         if rows_desc is not None:
             a = rows_desc.load([row, first])
         elif EVEN_K:

@@ -18,10 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ray_moe.errors import ConfigError
 from ray_moe.kernels.launch import dependent
+from ray_moe.kernels.regions import ROUTE_CHUNK, most_tiles, padded_experts
 
-# One launch reads all ids once for each expert: 5-8 us up to here, 152 us at 131,072 routes, where three take 25.
-SMALL_ROUTES = 2048
-_CHUNK = 128
+# One launch reads all ids once for each expert: 5-8 us up to 2,048 routes, some 5 us more for each 4,096 beyond, where
+# three launches take 9-11 up to 8,192 and 25 at 131,072.
+SMALL_ROUTES = 4096
 _LARGE_BLOCK = 4096
 
 
@@ -48,12 +49,6 @@ class RowTiles:
         return RowTiles(segment_M, row_M, end_M, torch.zeros(1, dtype=torch.int32, device=device), block_rows)
 
 
-def most_tiles(num_rows: int, num_segments: int, block_rows: int) -> int:
-    """The most tiles that `num_rows` rows in `num_segments` segments can need: 5 rows in 2 segments by 2 -> 3."""
-    started = min(num_rows, num_segments)
-    return started + (num_rows - started) // block_rows
-
-
 @dataclass(frozen=True, eq=False)
 class RouteMaps:
     """Where every route's row lies. `source_N[r]` is the route of row r, `position_N[n]` the row of route n, or -1.
@@ -73,13 +68,13 @@ class RouteMaps:
         def ints(count: int) -> Tensor:
             return torch.empty(max(1, count), dtype=torch.int32, device=device)
 
-        chunks = triton.cdiv(num_routes, _CHUNK)
+        chunks = triton.cdiv(num_routes, ROUTE_CHUNK)
         return RouteMaps(
             ints(num_routes),
             ints(num_routes),
             torch.zeros(num_experts + 1, dtype=torch.int32, device=device),
             RowTiles.allocate(num_routes, num_experts, block_rows, device),
-            ints(_padded(num_experts) * (chunks + 1)),
+            ints(padded_experts(num_experts) * (chunks + 1)),
             ints(num_routes),
         )
 
@@ -95,7 +90,7 @@ def route(ids_N: Tensor, num_experts: int, maps: RouteMaps) -> None:
         maps.tiles.count_1.zero_()
         maps.offsets_E1.zero_()
         return
-    tiles, padded = maps.tiles, _padded(num_experts)
+    tiles, padded = maps.tiles, padded_experts(num_experts)
     outputs = (
         maps.source_N,
         maps.position_N,
@@ -108,24 +103,21 @@ def route(ids_N: Tensor, num_experts: int, maps: RouteMaps) -> None:
     shape = {"E": num_experts, "EP": padded, "BM": tiles.block_rows, **dependent(ids_N.device)}
     if num_routes <= SMALL_ROUTES:
         block = min(_LARGE_BLOCK, max(128, triton.next_power_of_2(num_routes)))
-        _route_kernel[(num_experts,)](
-            ids_N, *outputs, num_routes, BLOCK=block, num_warps=8 if block >= 1024 else 4, **shape
-        )
+        warps = 16 if block > 2048 else 8 if block >= 1024 else 4
+        _route_kernel[(num_experts,)](ids_N, *outputs, num_routes, BLOCK=block, num_warps=warps, **shape)
         return
-    chunks = triton.cdiv(num_routes, _CHUNK)
+    chunks = triton.cdiv(num_routes, ROUTE_CHUNK)
     totals = maps.chunk_counts_EC[padded * chunks :]
     work = (maps.chunk_counts_EC, maps.rank_N)
     pdl = dependent(ids_N.device)
     _count_kernel[(chunks,)](
-        ids_N, *work, num_routes, chunks, E=num_experts, EP=padded, CHUNK=_CHUNK, num_warps=4, **pdl
+        ids_N, *work, num_routes, chunks, E=num_experts, EP=padded, CHUNK=ROUTE_CHUNK, num_warps=4, **pdl
     )
     block = min(1024, max(32, triton.next_power_of_2(chunks)))
     _scan_kernel[(padded,)](maps.chunk_counts_EC, totals, chunks, BLOCK=block, num_warps=4, **pdl)
-    _scatter_kernel[(chunks,)](ids_N, *work, totals, *outputs, num_routes, chunks, CHUNK=_CHUNK, num_warps=4, **shape)
-
-
-def _padded(num_experts: int) -> int:
-    return max(32, triton.next_power_of_2(num_experts))
+    _scatter_kernel[(chunks,)](
+        ids_N, *work, totals, *outputs, num_routes, chunks, CHUNK=ROUTE_CHUNK, num_warps=4, **shape
+    )
 
 
 @triton.jit

@@ -39,14 +39,17 @@ class GroupedTiles:
 
 
 Tiling = GemvTile | DecodeTile | GroupedTiles
-ROW_BLOCKS = (16, 32, 64, 128)  # heights of row tiles in the tables below
 
 # One token: products on the CUDA cores.
 _ONE_TOKEN = GemvTile(pairs=4, depth=2048, warps=4, rows=4, down_depth=2048, down_warps=2)
 # Few rows: weights are the tensor cores' M side, since it has 64 rows at least.
 _SKINNY = Tile(16, 128, 128, 4, 3, group=1, swapped=True)
 _SKINNIEST = Tile(16, 64, 256, 4, 3, group=1, swapped=True)
-_LOW = Tile(32, 128, 128, 4, 3, group=1, swapped=True)
+# Tiles with no more rows than `_SKINNY` has are computed as its own, and either way two programs share a
+# multiprocessor, with 90 and 111 KB: a launch sized for four times its rows runs like one that is not. It costs down's
+# whole tiles one stage.
+_LOW_GATE_UP = Tile(32, 128, 128, 4, 3, group=1, swapped=True, short_tail=True)
+_LOW_DOWN = Tile(32, 128, 128, 4, 2, group=1, swapped=True, short_tail=True, tail_stages=3)
 _TALL = Tile(128, 256, 64, 8, 4, short_tail=True)
 _TALLEST = Tile(128, 256, 64, 8, 4, group=16, short_tail=True)
 
@@ -56,7 +59,7 @@ _NARROW_FFN = 4096
 _BY_ROWS: tuple[tuple[float, GroupedTiles, GroupedTiles], ...] = (  # most rows, narrow FFN, wide FFN
     (2, GroupedTiles(_SKINNIEST, _SKINNY), GroupedTiles(_SKINNY, _SKINNY)),
     (10, GroupedTiles(_SKINNY, _SKINNY), GroupedTiles(_SKINNY, _SKINNY)),
-    (40, GroupedTiles(_LOW, _LOW), GroupedTiles(_LOW, _LOW)),
+    (40, GroupedTiles(_LOW_GATE_UP, _LOW_DOWN), GroupedTiles(_LOW_GATE_UP, _LOW_DOWN)),
     (80, GroupedTiles(_TALL, WarpTile(group=1)), GroupedTiles(_TALL, replace(_TALL, copied_rows=True))),
     (320, GroupedTiles(_TALLEST, WarpTile(group=16)), GroupedTiles(_TALL, replace(_TALL, copied_rows=True))),
     (inf, GroupedTiles(_TALLEST, WarpTile(group=16)), GroupedTiles(_TALLEST, replace(_TALLEST, copied_rows=True))),

@@ -9,6 +9,8 @@ E experts, K top-k.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,10 @@ _HEADS = 16
 
 
 def rms_norm(rows_RD: Tensor, weight_D: Tensor, eps: float, *, rounded: bool = True) -> Tensor:
-    """`weight * (x * rsqrt(mean(x^2) + eps))` in fp32; any leading dimensions.
+    """`weight * (x * rsqrt(mean(x^2) + eps))` in fp32; any leading dimensions, the result contiguous.
+
+    Rows may be columns of a wider matrix, cut into heads: no copy is made of rows of which those next to one another
+    follow at D, in groups at one distance.
 
     `rounded`: the product is rounded to the rows' dtype before it is weighted, as most families have it. A result in
     half precision is within one unit in the last place of torch's; within two where `rounded`: a neighbour of the
@@ -30,17 +35,38 @@ def rms_norm(rows_RD: Tensor, weight_D: Tensor, eps: float, *, rounded: bool = T
     Example (eps 0): rows [[3, 4]], weight [1, 2] -> x / sqrt(12.5) = [0.8485, 1.1314] -> [0.8485, 2.2627].
     """
     width = rows_RD.shape[-1]
-    rows_RD = rows_RD.contiguous()
-    out_RD = torch.empty_like(rows_RD)
     count = rows_RD.numel() // width if width else 0
+    group, stride = _grouped_rows(rows_RD)
+    if not group:
+        rows_RD, group, stride = rows_RD.contiguous(), max(1, count), 0
+    out_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format)
     if count:
         wide = triton.next_power_of_2(width)
         block = max(1, _ELEMENTS // wide)
         _norm_kernel[(triton.cdiv(count, block),)](
-            rows_RD, weight_D, out_RD, count, eps, D=width, BD=wide, BR=block, ROUNDED=rounded,
+            rows_RD, weight_D, out_RD, count, group, stride, eps, D=width, BD=wide, BR=block, ROUNDED=rounded,
             num_warps=8 if wide >= 4096 else 4,
         )  # fmt: skip
     return out_RD
+
+
+def _grouped_rows(rows: Tensor) -> tuple[int, int]:
+    """How many rows follow one another at the width, and two such groups' distance; 0 where rows lie otherwise."""
+    if rows.ndim < 2 or rows.stride(-1) != 1 or rows.numel() == 0:
+        return 0, 0
+    sizes, strides = list(rows.shape[:-1]), list(rows.stride()[:-1])
+    group, expected = 1, rows.shape[-1]
+    while sizes and (sizes[-1] == 1 or strides[-1] == expected):
+        group *= sizes.pop()
+        strides.pop()
+        expected = group * rows.shape[-1]
+    outer = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    if not outer:
+        return group, 0
+    for (_, stride), (size, inner) in pairwise(outer):
+        if stride != size * inner:
+            return 0, 0
+    return group, outer[-1][1]
 
 
 def rotate(query_HTD: Tensor, key_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,15 +114,17 @@ def softmax_top_k(
     return gates_TK, ids_TK
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "group"])
 def _norm_kernel(
-    rows_RD, weight_D, out_RD, R, eps, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, ROUNDED: tl.constexpr
-):
+    rows_RD, weight_D, out_RD, R, group, stride, eps, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     d = tl.arange(0, BD)
     mask = (r[:, None] < R) & (d[None, :] < D)
     at = r[:, None] * D + d[None, :]
-    x = tl.load(rows_RD + at, mask=mask, other=0.0).to(tl.float32)
+    from_at = (r // group)[:, None] * stride + (r % group)[:, None] * D + d[None, :]
+    x = tl.load(rows_RD + from_at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     normed = x * scale[:, None]
     if ROUNDED:

@@ -13,115 +13,27 @@ Letters: T tokens, C token slots of a peer in this unit, K top-k, P peers, M mos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from ray_moe.errors import ConfigError
 from ray_moe.kernels.epilogue import weighted
 from ray_moe.kernels.launch import dependent, multiprocessors
 from ray_moe.kernels.quantize import fp8_scale
+from ray_moe.kernels.regions import Part, Regions
 
 # Words of the cell, int64. Peers and mine are the epoch's, limit is the longest wait in nanoseconds. Each phase counts
 # its own launches, so that chunks may be pushed ahead of those that are collected; all peers count alike.
 PEERS, MINE, LIMIT, PUSHES, WAITS, COLLECTS, FAILED, _PUSHED, COLLECTED = (tl.constexpr(word) for word in range(9))
 CELL_WORDS = 16
-SCALE_BLOCK = 128
 EPOCH_SHIFT = 32
 # Phases as a failure names them.
 PHASES = ("rows", "results")
-_ALIGNMENT = 1024
 _BLOCK = 2048  # elements of a row that a program moves at once
+_FINE_BLOCK, _PARTIAL_BLOCK = 512, 1024  # or sums
 _WAVES = 4  # programs for each multiprocessor
-
-
-@dataclass(frozen=True)
-class Regions:
-    """Byte offsets in every window, alike on all peers; token slots are `max_peers * capacity`.
-
-    rows [M * C, D], ids int32 [M * C, K] (-1: not this peer's), results [M * C * K, D], positions int32 [M * C * K],
-    and two flags int64 for every peer. `quantized`: rows are FP8 and have scales fp32 [M * C, D / 128] beside them.
-    `partial`: gates fp32 [M * C, K] travel with the ids, and results are one row for each token and peer [M * C, D].
-    """
-
-    max_peers: int
-    capacity: int
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    quantized: bool
-    partial: bool
-    rows: int
-    scales: int
-    ids: int
-    gates: int
-    results: int
-    positions: int
-    arrived: int
-    ready: int
-    nbytes: int
-
-    @staticmethod
-    def plan(
-        max_peers: int, capacity: int, top_k: int, hidden: int, dtype: torch.dtype, *, quantized: bool = False,
-        partial: bool = False,
-    ) -> Regions:  # fmt: skip
-        """Raises `ConfigError` for fewer than one of anything, rows that are no whole 16-byte units, and FP8 rows of
-        other than whole blocks of 128."""
-        for name, value in (("max_peers", max_peers), ("capacity", capacity), ("top_k", top_k), ("hidden", hidden)):
-            if value < 1:
-                raise ConfigError(f"window {name} must be at least 1, found {value}")
-        if hidden * dtype.itemsize % 16:
-            raise ConfigError(f"window rows must be whole 16-byte units, found {hidden} elements of {dtype}")
-        if quantized and hidden % SCALE_BLOCK:
-            raise ConfigError(f"FP8 rows in windows must be whole blocks of {SCALE_BLOCK}, found {hidden} elements")
-        tokens, row = max_peers * capacity, hidden * dtype.itemsize
-        routes, ints, flags = tokens * top_k, tokens * top_k * 4, max_peers * 8
-        sent, scales = (tokens * hidden, tokens * hidden // SCALE_BLOCK * 4) if quantized else (tokens * row, 0)
-        gates, results, positions = (ints, tokens * row, 0) if partial else (0, routes * row, ints)
-        sizes = (sent, scales, ints, gates, results, positions, flags, flags)
-        bounds = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        return Regions(max_peers, capacity, top_k, hidden, dtype, quantized, partial, *bounds)
-
-    @property
-    def token_slots(self) -> int:
-        """Of all peers."""
-        return self.max_peers * self.capacity
-
-    def result_offset(self, part: Part) -> int:
-        """Where a part's own routes have their results, once they are `Home`."""
-        return self.results + part.start * self.top_k * self.hidden * self.dtype.itemsize
-
-    def view(self, window: Tensor, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """A region of a window's bytes as a tensor of its own shape."""
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        return window[offset : offset + size].view(dtype).view(shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Which tokens of a unit travel together: `capacity` token slots of every peer, from token slot `first` of the
-    regions on. `peers` bounds how many peers there may be when it runs."""
-
-    capacity: int
-    first: int
-    peers: int
-
-    @property
-    def tokens(self) -> int:
-        return self.capacity * self.peers
-
-    @property
-    def start(self) -> int:
-        """The first token of the part, of a peer's own."""
-        return self.first // self.peers
 
 
 def push(
@@ -168,20 +80,31 @@ def collect(
 
     Products in the promoted dtype of results and gates, sums in fp32 in route-slot order (specification 0x03C3), as
     `combine.combine` has them. A real token without a route becomes zero. Results are pulled from their owners, or are
-    `Home` already.
+    `Home` already. Where returns are partial each owner has weighted and summed its own, and their rows are added in
+    peer-slot order; gates are not read.
     """
-    # Programs that wait must not keep the one that tells the others from running: all of them run at once.
-    chunk = _BLOCK if out_TD.shape[0] >= 256 else 512
+    tokens, most = out_TD.shape[0], _WAVES * multiprocessors(cell.device)
+    chunk = _collect_chunk(tokens, regions, most)
     chunks = triton.cdiv(regions.hidden, chunk)
-    programs = max(1, min(out_TD.shape[0] * chunks, _WAVES * multiprocessors(cell.device)))
+    # Programs that wait must not keep the one that tells the others from running: all of them run at once.
+    programs = max(1, min(tokens * chunks, most))
     flags = regions.view(window, regions.ready, torch.int64, regions.max_peers)
     _collect_kernel[(programs,)](
-        ids_TK, gates_TK, table_XE, windows_M, window, cell, flags, failure, out_TD, out_TD.shape[0],
-        part.capacity, part.first, part.start, table_XE.shape[1], PULL=pull,
+        ids_TK, None if regions.partial else gates_TK, table_XE, windows_M, window, cell, flags, failure, out_TD,
+        tokens, part.capacity, part.first, part.start, table_XE.shape[1], PULL=pull, PARTIAL=regions.partial,
         RESULTS=regions.results, POSITIONS=regions.positions, FLAGS=regions.ready, D=regions.hidden,
         BLOCK=min(chunk, triton.next_power_of_2(regions.hidden)), CHUNKS=chunks, **_shape(regions),
         num_warps=4, **dependent(cell.device),
     )  # fmt: skip
+
+
+def _collect_chunk(tokens: int, regions: Regions, most_programs: int) -> int:
+    """Elements of a row that a program sums at once. Fewer are quicker while there are programs for them: of a graph's
+    rows most may be padding, and those that are not should not be left to a few programs."""
+    if regions.partial:
+        return _PARTIAL_BLOCK
+    fine = tokens * triton.cdiv(regions.hidden, _FINE_BLOCK)
+    return _FINE_BLOCK if tokens < 256 or fine <= 2 * most_programs else _BLOCK
 
 
 def _shape(regions: Regions) -> dict[str, int]:
@@ -306,9 +229,8 @@ def _wait_kernel(flags, cell, failure, ids, C, first, M, K: tl.constexpr, BLOCK:
 @triton.jit(do_not_specialize=["T", "C", "first", "begin"])
 def _collect_kernel(
     ids, gates, table, windows, window, cell, flags, failure, out, T, C, first, begin, E, PULL: tl.constexpr,
-    RESULTS: tl.constexpr,
-    POSITIONS: tl.constexpr, FLAGS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL: tl.constexpr, RESULTS: tl.constexpr, POSITIONS: tl.constexpr, FLAGS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -327,23 +249,58 @@ def _collect_kernel(
         for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
             t = item // CHUNKS
             d = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
-            total = tl.zeros((BLOCK,), tl.float32)
-            for k in tl.static_range(K):
-                n = t * K + k
-                e = tl.load(ids + n).to(tl.int32)
-                known = (e >= 0) & (e < E)
-                if PULL:
-                    p = owner_of(e, known, n, mine, table, E)
-                    base = tl.load(windows + p, mask=known, other=0)
-                    where = (base + POSITIONS).to(tl.pointer_type(tl.int32)) + (first + mine * C + t) * K + k
-                    r = first * K + tl.load(where, mask=known, other=0).to(tl.int64)
-                    rows = tl.multiple_of((base + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
-                else:
-                    r = begin * K + n.to(tl.int64)
-                    rows = (window + RESULTS).to(tl.pointer_type(out.dtype.element_ty))
-                result = tl.load(rows + r * D + d, mask=(d < D) & known, other=0.0).to(tl.float32)
-                total += weighted(result, tl.load(gates + n), out.dtype.element_ty)
+            if PARTIAL:
+                total = _of_owners(
+                    ids, table, window, out, t, d, C, first, E, num_peers, mine, RESULTS, D, K, KP, BLOCK
+                )
+            else:
+                total = _of_routes(ids, gates, table, windows, window, out, t, d, C, first, begin, E, mine, PULL,
+                                   RESULTS, POSITIONS, D, K, BLOCK)  # fmt: skip
             tl.store(out + t.to(tl.int64) * D + d, total.to(out.dtype.element_ty), mask=d < D)
     if tl.atomic_add(cell + COLLECTED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.atomic_xchg(cell + COLLECTED, tl.zeros((), tl.int64))
         tl.store(cell + COLLECTS, value)
+
+
+@triton.jit
+def _of_routes(
+    ids, gates, table, windows, window, out, t, d, C, first, begin, E, mine, PULL: tl.constexpr,
+    RESULTS: tl.constexpr, POSITIONS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elements `d` of token `t`: its routes' results, gate-weighted, in route-slot order."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        n = t * K + k
+        e = tl.load(ids + n).to(tl.int32)
+        known = (e >= 0) & (e < E)
+        if PULL:
+            p = owner_of(e, known, n, mine, table, E)
+            base = tl.load(windows + p, mask=known, other=0)
+            where = (base + POSITIONS).to(tl.pointer_type(tl.int32)) + (first + mine * C + t) * K + k
+            r = first * K + tl.load(where, mask=known, other=0).to(tl.int64)
+            rows = tl.multiple_of((base + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
+        else:
+            r = begin * K + n.to(tl.int64)
+            rows = (window + RESULTS).to(tl.pointer_type(out.dtype.element_ty))
+        result = tl.load(rows + r * D + d, mask=(d < D) & known, other=0.0).to(tl.float32)
+        total += weighted(result, tl.load(gates + n), out.dtype.element_ty)
+    return total
+
+
+@triton.jit
+def _of_owners(
+    ids, table, window, out, t, d, C, first, E, num_peers, mine, RESULTS: tl.constexpr, D: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elements `d` of token `t`: the sums of the peers that own one of its routes, in peer-slot order."""
+    rows = tl.multiple_of((window + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
+    k = tl.arange(0, KP)
+    n = t * K + k
+    e = tl.load(ids + n, mask=k < K, other=-1).to(tl.int32)
+    owner = owner_of(e, (e >= 0) & (e < E), n, mine, table, E)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for p in range(num_peers):
+        theirs = tl.sum((owner == p).to(tl.int32)) > 0
+        at = (first + p * C + t).to(tl.int64) * D
+        total += tl.load(rows + at + d, mask=(d < D) & theirs, other=0.0).to(tl.float32)
+    return total

@@ -1,6 +1,6 @@
 """Rank-partial returns over windows: an owner sums what it computed for a token, and one row goes home, not K.
 
-    push (with gates) -> wait -> unpack -> experts -> sum_partials -> collect_partials
+    push (with gates) -> wait -> unpack -> experts -> sum_partials -> collect
 
 For ABIs whose gate is at the expert. Sums are in fp32 over an owner's routes in route-slot order, rounded once to the
 rows' dtype, and in fp32 over owners in peer-slot order. Letters as in `window`.
@@ -14,18 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ray_moe.kernels.launch import dependent, multiprocessors
-from ray_moe.kernels.window import (
-    COLLECTED,
-    COLLECTS,
-    FAILED,
-    MINE,
-    PEERS,
-    Part,
-    Regions,
-    hear_from_all,
-    owner_of,
-    tell_all,
-)
+from ray_moe.kernels.regions import Part, Regions
+from ray_moe.kernels.window import FAILED, MINE
 
 _BLOCK = 1024
 _WAVES = 8
@@ -60,21 +50,6 @@ def sum_partials(
         rows_RD, position_N, ids_TK, gates_TK, windows_M, cell, part.capacity, part.first, part.tokens,
         RESULTS=regions.results, D=regions.hidden, K=regions.top_k, KP=triton.next_power_of_2(regions.top_k),
         BLOCK=_BLOCK, CHUNKS=chunks, num_warps=4, **dependent(cell.device),
-    )  # fmt: skip
-
-
-def collect_partials(
-    ids_TK: Tensor, table_XE: Tensor, window: Tensor, cell: Tensor, windows_M: Tensor, failure: Tensor,
-    regions: Regions, part: Part, out_TD: Tensor,
-) -> None:  # fmt: skip
-    """`window.collect` of rows that owners have summed: each token's, over the peers that own one of its routes."""
-    chunks = triton.cdiv(regions.hidden, _BLOCK)
-    programs = max(1, min(out_TD.shape[0] * chunks, 4 * multiprocessors(cell.device)))
-    _collect_kernel[(programs,)](
-        ids_TK, table_XE, windows_M, window, cell, failure, out_TD, out_TD.shape[0], part.capacity,
-        part.first, table_XE.shape[1], RESULTS=regions.results, FLAGS=regions.ready, D=regions.hidden, K=regions.top_k,
-        KP=triton.next_power_of_2(regions.top_k), BLOCK=_BLOCK, CHUNKS=chunks, num_warps=4,
-        **dependent(cell.device),
     )  # fmt: skip
 
 
@@ -123,40 +98,3 @@ def _sum_kernel(
             base = tl.load(windows + peer) + RESULTS
             home = tl.multiple_of(base.to(tl.pointer_type(rows.dtype.element_ty)), 16)
             tl.store(home + (first + mine * C + t - peer * C) * D + d, total.to(rows.dtype.element_ty), mask=d < D)
-
-
-@triton.jit(do_not_specialize=["T", "C", "first"])
-def _collect_kernel(
-    ids, table, windows, window, cell, failure, out, T, C, first, E, RESULTS: tl.constexpr,
-    FLAGS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if tl.load(cell + FAILED) != 0:
-        return
-    num_peers, mine = tl.load(cell + PEERS), tl.load(cell + MINE)
-    value = tl.load(cell + COLLECTS) + 1
-    if tl.program_id(0) == 0:
-        tell_all(windows, num_peers, mine, value, FLAGS)
-    missing = hear_from_all((window + FLAGS).to(tl.pointer_type(tl.int64)), value, cell, failure, num_peers, 1)
-    tl.debug_barrier()
-    k = tl.arange(0, KP)
-    if missing == 0:
-        rows = tl.multiple_of((window + RESULTS).to(tl.pointer_type(out.dtype.element_ty)), 16)
-        for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
-            t = item // CHUNKS
-            d = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
-            n = t * K + k
-            e = tl.load(ids + n, mask=k < K, other=-1).to(tl.int32)
-            owner = owner_of(e, (e >= 0) & (e < E), n, mine, table, E)
-            total = tl.zeros((BLOCK,), tl.float32)
-            for p in range(num_peers):
-                theirs = tl.sum((owner == p).to(tl.int32)) > 0
-                at = (first + p * C + t).to(tl.int64) * D
-                total += tl.load(rows + at + d, mask=(d < D) & theirs, other=0.0).to(tl.float32)
-            tl.store(out + t.to(tl.int64) * D + d, total.to(out.dtype.element_ty), mask=d < D)
-    if tl.atomic_add(cell + COLLECTED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(cell + COLLECTED, tl.zeros((), tl.int64))
-        tl.store(cell + COLLECTS, value)

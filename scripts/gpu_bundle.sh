@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the archive that gives a CUDA host without package registries a working Ray (core, dashboard, Serve, and what
-# these need), beside the Python 3.12, torch, triton, cupy and transformers that the host has already.
+# these and a cluster of ours need), beside the Python 3.12, torch, triton, cupy and transformers that the host has already.
 #
 #   scripts/gpu_bundle.sh             -> .gpu/ray_cp312.tar.xz, about 40 MB, in two minutes with a network
 #   RAY_BUNDLE_EXTRA="uvloop" ...     more requirements to take along
@@ -54,7 +54,8 @@ echo "gpu_bundle: fetching ray $ray for Python $PYTHON_VERSION" >&2
 "$python" -m pip install -qq --disable-pip-version-check --target "$work/site" --no-compile --only-binary=:all: \
     --implementation cp --python-version "$PYTHON_VERSION" \
     --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 \
-    -c "$work/constraints.txt" "ray[default,serve]==$ray" 'grpcio-reflection<1.84.1' ${RAY_BUNDLE_EXTRA:-} ||
+    --platform manylinux_2_31_x86_64 \
+    -c "$work/constraints.txt" "ray[default,serve]==$ray" 'grpcio-reflection<1.84.1' structlog llguidance ${RAY_BUNDLE_EXTRA:-} ||
     die "pip could not fetch ray $ray and what it needs"
 
 cd "$work/site"

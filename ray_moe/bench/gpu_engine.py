@@ -1,6 +1,7 @@
 """The engine end to end on GPUs: throughput, decode steps and where a step's time goes, for Qwen3-30B-A3B's shape.
 
-    python -m ray_moe.bench.gpu_engine [--ranks 1] [--requests 1000] [--parts steps,profile,long,short] [--out DIR]
+    python -m ray_moe.bench.gpu_engine [--ranks 1] [--requests 1000] [--out DIR]
+                                       [--parts steps,profile,prefill,long,short]
 
 A process for each GPU, data parallel with experts spread over all of them, random weights, random tokens, no Ray and no
 tokenizer: what a peer of a cluster runs, and nothing around it. Requests are of one rank; figures are the slowest
@@ -35,9 +36,10 @@ from ray_moe.engine.sampling import SamplingParams
 BATCHES = (1, 8, 32, 128, 256)
 # name -> (tokens of a prompt, new tokens)
 WORKLOADS = {"long": (1024, 128), "short": (128, 512)}
-PARTS = ("steps", "profile", *WORKLOADS)
+PARTS = ("steps", "profile", "prefill", *WORKLOADS)
 _STEPS, _PROMPT = 100, 256
 _PROFILED = (1, 32, 256)
+_PREFILLED = (64, 1024)  # prompts and their tokens
 # Steps of a profiled batch: after its prefill, timed while nobody watches, watched. Seconds between two looks.
 _SETTLED, _TIMED, _WATCHED = 8, 40, 12
 _LOOK_S = 0.01
@@ -53,6 +55,7 @@ def measure(seat: Seat, sizes: EngineSizes, requests: int, parts: Sequence[str])
         found: dict[str, Any] = {
             "start_s": {name: round(seconds, 2) for name, seconds in peer.seconds.items()},
             "kv_blocks": peer.kv_blocks,
+            "memory_gib": peer.memory_gib,
             "graphs": [graphs.captures for graphs in peer.loop._units._graphs.values()],
             "without_graphs": [graphs.failure for graphs in peer.loop._units._graphs.values()],
         }
@@ -63,6 +66,8 @@ def measure(seat: Seat, sizes: EngineSizes, requests: int, parts: Sequence[str])
             with torch.profiler.profile(activities=_ACTIVITIES):
                 pause(_LOOK_S)  # the first watch takes a second to begin
             found["profile"] = {batch: _profile(peer, seat, batch) for batch in _PROFILED}
+        if "prefill" in parts:
+            found["prefill"] = _prefill(peer, seat, sizes.max_prefill_tokens)
         for name, (prompt, new) in WORKLOADS.items():
             if name in parts:
                 seconds = peer.serve(_requests(seat, name, requests, prompt, new), _DEADLINE_S)
@@ -119,6 +124,24 @@ def _profile(peer: GpuPeer, seat: Seat, batch: int) -> dict[str, Any]:
     return {"step_ms": step_ms, "idle_ms": step_ms - watched["busy_ms"]} | watched
 
 
+def _prefill(peer: GpuPeer, seat: Seat, unit: int) -> dict[str, Any]:
+    """Prompts that are answered with one token: tokens per second while nobody watches, then milliseconds of a full
+    unit by what the device does in it. `idle_ms` is the host's, and that of the watch."""
+    count, prompt = _PREFILLED
+    seconds = peer.serve(_requests(seat, "prefill", count, prompt, 1), _DEADLINE_S)
+    with torch.profiler.profile(activities=_ACTIVITIES) as profiler:
+        peer.serve(_requests(seat, "watched", count, prompt, 1), _DEADLINE_S)
+        torch.cuda.synchronize()
+    spans = sorted(_spans(profiler), key=lambda span: span.start)
+    units = count * prompt / unit
+    found: dict[str, Any] = {"tokens_per_s": count * prompt / seconds, "unit": unit, "unit_ms": 1e3 * seconds / units}
+    if not spans:
+        return found | {"error": "nothing was watched"}
+    length = max(span.end for span in spans) - spans[0].start
+    sums = sums_of(spans, spans[0].start, units)
+    return found | {"watched_unit_ms": length * 1e-3 / units, "idle_ms": length * 1e-3 / units - sums["busy_ms"]} | sums
+
+
 def _run_steps(peer: GpuPeer, steps: int) -> None:
     counters = peer.loop.counters
     last = counters.steps_worked + steps
@@ -165,6 +188,12 @@ def whole_steps(spans: Sequence[Span], layers: int) -> dict[str, Any] | None:
         return None
     first, last = marks[0], marks[steps * layers]
     inside = sorted((span for span in spans if first <= span.start < last), key=lambda span: span.start)
+    watched = {"watched_step_ms": (last - first) * 1e-3 / steps, "watched_steps": steps}
+    return watched | {"launches_per_step": len(inside) / steps} | sums_of(inside, first, steps)
+
+
+def sums_of(inside: Sequence[Span], first: float, steps: float) -> dict[str, Any]:
+    """Milliseconds of one of so many steps, whose spans from `first` on come in the order of their starts."""
     kinds: defaultdict[str, float] = defaultdict(float)
     names: defaultdict[str, float] = defaultdict(float)
     busy, until = 0.0, first
@@ -176,10 +205,7 @@ def whole_steps(spans: Sequence[Span], layers: int) -> dict[str, Any] | None:
     each, longest = 1e-3 / steps, sorted(names.items(), key=lambda item: -item[1])[:12]
     return {
         "busy_ms": busy * each,
-        "watched_step_ms": (last - first) * each,
-        "watched_steps": steps,
         "device_ms": {name: round(spent * each, 4) for name, spent in sorted(kinds.items())},
-        "launches_per_step": len(inside) / steps,
         "slowest": {name: round(spent * each, 4) for name, spent in longest},
     }
 
@@ -227,12 +253,15 @@ def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _show(row: Mapping[str, Any]) -> None:
-    print(f"ranks {row['ranks']}: start {row['start_s']}, {row['kv_blocks']} KV blocks, graphs {row['graphs']}, "
-          f"replays {row['replays']}, fallbacks {row['fallbacks']}, {row['without_graphs']}")  # fmt: skip
+    print(f"ranks {row['ranks']}: start {row['start_s']}, GiB {row['memory_gib']}, {row['kv_blocks']} KV blocks, "
+          f"graphs {row['graphs']}, replays {row['replays']}, fallbacks {row['fallbacks']}, "
+          f"{row['without_graphs']}")  # fmt: skip
     for batch, step in row.get("decode_step_ms", {}).items():
         print(f"  decode, batch {batch}: {step['p50']:.2f} ms (p90 {step['p90']:.2f})")
     for batch, profile in row.get("profile", {}).items():
         print(f"  profile, batch {batch}: {json.dumps(profile)}")
+    if "prefill" in row:
+        print(f"  prefill: {json.dumps(row['prefill'])}")
     for name in WORKLOADS:
         if name in row:
             run = row[name]

@@ -1,10 +1,11 @@
 """The one-GPU expert layer against its roofline, PyTorch's pipeline and itself, on one CUDA device.
 
-    python -m ray_moe.bench.gpu_layer [--tune] [--models A,B] [--tokens 1,4] [--out DIR]
+    python -m ray_moe.bench.gpu_layer [--tune | --padding] [--models A,B] [--tokens 1,4] [--out DIR]
 
 Timed is what `dataplane/layer.py` calls where one GPU has every expert (hidden rows, ids and gates in, weighted sums
 out), replayed from a CUDA graph; the L2 cache is flushed before each run. Every row's result is compared with an fp32
-oracle on routes drawn after the capture, with rows and result poisoned first. `--tune` times candidates instead.
+oracle on routes drawn after the capture, with rows and result poisoned first. `--tune` times candidates instead,
+`--padding` launches that are mostly padding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from ray_moe.bench import gpu_tune
 from ray_moe.bench.gpu_fp8 import fp8_rows
+from ray_moe.bench.gpu_padding import padding_rows
 from ray_moe.bench.gpu_shapes import (
     MODELS,
     OFF_TABLE,
@@ -177,6 +179,7 @@ def card() -> Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ray_moe.bench.gpu_layer")
     parser.add_argument("--tune", action="store_true", help="time the candidates of the tile tables instead")
+    parser.add_argument("--padding", action="store_true", help="time launches that are mostly padding instead")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--out", type=Path, help="folder for the record (default: it is printed)")
@@ -184,9 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models, sizes = options.models.split(","), [int(size) for size in options.tokens.split(",")]
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows = gpu_tune.run(models, sizes) if options.tune else [card(), *run(models, sizes)]
+    name = "tune" if options.tune else "padding" if options.padding else "layer"
+    rows = {
+        "tune": lambda: gpu_tune.run(models, sizes),
+        "padding": padding_rows,
+        "layer": lambda: [card(), *run(models, sizes)],
+    }[name]()
     record = environment() | {
-        "command": "python -m ray_moe.bench.gpu_layer" + (" --tune" if options.tune else ""),
+        "command": "python -m ray_moe.bench.gpu_layer" + (f" --{name}" if name != "layer" else ""),
         "floor": "max(bytes / 4.3 TB/s, FLOPs / 771 TFLOP/s); bytes: weights of the experts used, tokens in and out",
         "method": f"CUDA-graph replay, L2 flushed by a write before each run, median of {ROUNDS} interleaved rounds",
         "rows": rows,
@@ -195,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is None:
         print(text)
     else:
-        (options.out / ("tune.json" if options.tune else "layer.json")).write_text(text + "\n")
+        (options.out / f"{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

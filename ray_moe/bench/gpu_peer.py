@@ -31,6 +31,7 @@ from ray_moe.engine.decode_graph import decode_sizes
 from ray_moe.engine.generation import Backend, GenerationView, build_view
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.loop import EngineLoop
+from ray_moe.engine.needs import model_needs
 from ray_moe.engine.records import Delivery, Refusal
 from ray_moe.engine.request import Request
 from ray_moe.engine.scheduler import Scheduler
@@ -39,6 +40,7 @@ from ray_moe.errors import DeadlineError, RayMoEError
 from ray_moe.identity import CheckpointVersion, GlobalRank, PlacementVersion
 from ray_moe.placement import Lease, PlacementSnapshot
 from ray_moe.topology import Domain, Topology, derive_groups
+from ray_moe.weights.budget import GIB, Sizes, add_up
 from ray_moe.weights.dummy import DummyCheckpoint
 from ray_moe.weights.slots import SlotPool
 
@@ -171,9 +173,12 @@ class GpuPeer:
             graph_sizes=decode_sizes(sizes.max_decode_rows) if sizes.graphs else (),
             look_ahead=True,
         )
+        free = torch.cuda.mem_get_info(device)[0]
         self.loop.warm_up()
         torch.cuda.synchronize(device)
         self._took("graphs")
+        kv = (self.kv_blocks + 1) * BLOCK_SIZE * self.loop.cache.position_bytes
+        self.memory_gib = _graph_memory(folder, sizes, self.kv_blocks, free - torch.cuda.mem_get_info(device)[0] - kv)
         self._thread = threading.Thread(target=self._run, args=(device,), daemon=True)
         self._raised: BaseException | None = None
 
@@ -228,7 +233,7 @@ def _transport(seat: Seat, snapshot: PlacementSnapshot, trunk: Trunk, most_token
     window, name = None, "all_to_all_v"
     if seat.ranks > 1:
         from ray_moe.comm.window import NodeWindow
-        from ray_moe.kernels.window import Regions
+        from ray_moe.kernels.regions import Regions
 
         regions = Regions.plan(seat.ranks, most_tokens, trunk.top_k, trunk.hidden_size, trunk.dtype)
         window, name = NodeWindow(regions, seat.global_rank, seat.device, _STEP_S), FUSED_WINDOW
@@ -270,6 +275,20 @@ def _fill(pool: SlotPool, snapshot: PlacementSnapshot, rank: int) -> None:
         for slot in layer.slots_of(GlobalRank(rank)):
             pool.begin_fill(layer.layer, slot.pool_slot)
             pool.commit_mapped_fill(layer.layer, slot.pool_slot, slot.parameter_digest, (0, 0))
+
+
+def _graph_memory(folder: Path, sizes: EngineSizes, kv_blocks: int, taken: int) -> dict[str, float]:
+    """What the warm-up has taken beside the KV cache (libraries' first use is in it), and what a budget counts for its
+    graphs."""
+    rows = decode_sizes(sizes.max_decode_rows) if sizes.graphs else ()
+    counted = add_up(
+        model_needs(folder, dtype=torch.bfloat16),
+        Sizes(
+            peers=1, held=0, spare=0, kv_blocks=kv_blocks, block_size=BLOCK_SIZE, tokens=sizes.max_prefill_tokens,
+            decode_rows=sizes.max_decode_rows, graph_rows=rows,
+        ),
+    )  # fmt: skip
+    return {"warm_up": round(taken / GIB, 3), "graphs_counted": round(counted.graphs / GIB, 3)}
 
 
 def _blocks_that_fit(config: Any, device: torch.device, sizes: EngineSizes) -> int:

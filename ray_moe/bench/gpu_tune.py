@@ -52,7 +52,11 @@ def candidates(rows: float, tokens: int, ffn: int) -> list[Tiling]:
     if rows <= 40:
         low, lower = Tile(32, 128, 128, 4, 3, 1), Tile(32, 128, 128, 4, 3, 1, swapped=True)
         wide = Tile(32, 256, 128, 8, 2, 1)
-        return [GroupedTiles(low, low), GroupedTiles(lower, low), GroupedTiles(wide, low), GroupedTiles(skinny, skinny)]
+        tail, tail_down = (
+            Tile(32, 128, 128, 4, stages, 1, swapped=True, short_tail=True, tail_stages=3) for stages in (3, 2)
+        )
+        return [GroupedTiles(low, low), GroupedTiles(lower, low), GroupedTiles(wide, low), GroupedTiles(skinny, skinny),
+                GroupedTiles(tail, tail), GroupedTiles(tail, tail_down), GroupedTiles(lower, lower)]  # fmt: skip
     tall, copied = (Tile(128, 256, 64, 8, 4, 8, short_tail=True, copied_rows=copied) for copied in (False, True))
     if rows <= 80:
         return [GroupedTiles(tall, WarpTile(group=1)), GroupedTiles(tall, copied)]

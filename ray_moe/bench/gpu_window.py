@@ -28,9 +28,10 @@ from ray_moe.comm.nccl import NcclGroup
 from ray_moe.comm.window import NodeWindow, WindowSeat
 from ray_moe.dataplane.windowed import MOST_REPLICAS, WindowedLayer
 from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace
+from ray_moe.kernels.regions import Part, Regions
 from ray_moe.kernels.tiling import LayerShape
-from ray_moe.kernels.window import Part, Regions, collect, push, wait
-from ray_moe.kernels.window_partial import collect_partials, sum_partials, unpack
+from ray_moe.kernels.window import collect, push, wait
+from ray_moe.kernels.window_partial import sum_partials, unpack
 from ray_moe.routes import Routes
 
 EXCHANGES = ((128, 7168), (16, 2048))  # tokens of each GPU, width; top-8 of 256 experts
@@ -181,16 +182,13 @@ class PackedExchange(Exchange):
         self.results[: len(mine)] = self.rows[mine // _TOP_K]
 
     def end(self) -> None:
-        window, inputs, received = self.place.window, self.inputs, self.received
+        window, received = self.place.window, self.received
         assert received.gates_TK is not None
         sum_partials(
             self.results, self.positions, received.ids_TK, received.gates_TK, window.windows_M, window.cell,
             window.regions, self.part,
         )  # fmt: skip
-        collect_partials(
-            inputs.ids_TK, self.table, window.memory.bytes, window.cell, window.windows_M, window.failure,
-            window.regions, self.part, inputs.out_TD,
-        )  # fmt: skip
+        super().end()
 
 
 def exchange_rows(seat: Seat) -> list[dict[str, Any]]:

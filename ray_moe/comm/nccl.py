@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -48,6 +48,10 @@ _SUMMED = {
 # The device is asked again at once for the first; the second is how often the host sees that the epoch broke meanwhile.
 _SPIN_S, _LOOK_S = 200e-6, 2e-3
 _ABORT_S = 5.0
+# How long a submission that is under way may take to return before its communicator is aborted.
+_SUBMIT_S = 0.5
+# NCCL's own error is the first; cupy looks its words up, and has none for a remote error or one in progress.
+_NCCL_ERRORS = (RuntimeError, KeyError)
 
 
 class NcclGroup:
@@ -81,7 +85,7 @@ class NcclGroup:
         self._nccl = _library()
         self.device = _numbered(device)
         self._stream = communication_stream(self.device)
-        self._guard = threading.Lock()
+        self._guard, self._submitting = threading.Lock(), threading.Lock()
         self._broken: str | None = None
         self._communicator: Any = None
         members = connect(store, f"{spec.process_group_id}/epoch-{spec.epoch}", seconds)
@@ -185,14 +189,16 @@ class NcclGroup:
         """Behind what the current stream holds; returns the end."""
         self._stream.wait_event(torch.cuda.current_stream(self.device).record_event())
         try:
-            self._nccl.groupStart()
-            try:
-                collective(self._stream.cuda_stream)
-            finally:
-                self._nccl.groupEnd()
-        except RuntimeError as error:  # NCCL's own error is one
-            self._break(f"submitting {what}: {error}")
-            raise self._error(f"submitting {what}: {error}") from error
+            with self._submitting:  # an abort frees what is submitted to
+                self._require_open()
+                self._nccl.groupStart()
+                try:
+                    collective(self._stream.cuda_stream)
+                finally:
+                    self._nccl.groupEnd()
+        except _NCCL_ERRORS as error:
+            self._break(f"submitting {what}: {error!r}")
+            raise self._error(f"submitting {what}: {error!r}") from error
         end = self._stream.record_event()
         if not torch.cuda.is_current_stream_capturing():
             self._watch.submitted(end, what)
@@ -277,10 +283,16 @@ class NcclGroup:
         parted = threading.Event()
 
         def run() -> None:
-            relax_captures()
-            with torch.cuda.device(self.device):
-                part()
-            parted.set()
+            # A submission that does not return is aborted all the same: nothing else would end it.
+            alone = poll(partial(self._submitting.acquire, blocking=False), _SUBMIT_S)
+            try:
+                relax_captures()
+                with torch.cuda.device(self.device):
+                    part()
+            finally:
+                parted.set()
+                if alone:
+                    self._submitting.release()
 
         threading.Thread(target=run, name=f"nccl-part-{self.spec.epoch}", daemon=True).start()
         if wait:

@@ -24,7 +24,8 @@ from ray_moe.comm.rendezvous import StoreAddress, connect
 from ray_moe.comm.transports import AllToAllV
 from ray_moe.errors import CollectiveError, ConfigError
 from ray_moe.identity import GlobalRank, ProcessGroupId
-from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, PHASES, SCALE_BLOCK, Part, Regions, collect, push, wait
+from ray_moe.kernels.regions import SCALE_BLOCK, Part, Regions
+from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, PHASES, collect, push, wait
 from ray_moe.topology import ProcessGroupSpec
 
 # What a member shows the others: its window's size, top-k and row bytes, and the handle.

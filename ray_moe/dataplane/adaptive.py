@@ -12,7 +12,9 @@ taken, since 4 < 9, until its cost rises above the first's or the first, tried a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -95,22 +97,82 @@ def kind_of(unit: Phase, layout: Layout) -> Kind:
     return unit, sum(layout.routes_P).bit_length()
 
 
+class Stopwatch(Protocol):
+    """The time of one invocation after another."""
+
+    def start(self) -> None:
+        """Forget the last time."""
+
+    def stop(self) -> None: ...
+
+    def micros(self) -> int | None:
+        """Microseconds from start to stop; None before a stop, and as long as they are not known."""
+
+
+class HostStopwatch:
+    """Where work is done when a call returns."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._seconds: float | None = None
+
+    def start(self) -> None:
+        self._started, self._seconds = perf_counter(), None
+
+    def stop(self) -> None:
+        self._seconds = perf_counter() - self._started
+
+    def micros(self) -> int | None:
+        return None if self._seconds is None else round(self._seconds * 1e6)
+
+
+class DeviceStopwatch:
+    """Events on the current stream: the host neither waits nor is timed.
+
+    They are read when the layer is about to run again, and by then the host has waited for the counts of every layer in
+    between, which lie behind them.
+    """
+
+    def __init__(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._stopped = False
+
+    def start(self) -> None:
+        self._stopped = False
+        self._begin.record()
+
+    def stop(self) -> None:
+        self._end.record()
+        self._stopped = True
+
+    def micros(self) -> int | None:
+        if not self._stopped or not self._end.query():
+            return None
+        return round(self._begin.elapsed_time(self._end) * 1e3)
+
+
+def stopwatch_on(device: torch.device) -> Stopwatch:
+    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
 @dataclass
 class AdaptivePaths:
     """One layer's paths by choice, over a chooser that all layers of an epoch share.
 
-    `annotate` and `choose` are called once for each invocation, in this order, then `measured`.
+    `annotate` and `choose` are called once for each invocation, in this order; `watch` times it from the agreed counts
+    to the sums. A time that is not known by the layer's next invocation is told as such, and no peer learns from it.
     """
 
     names: tuple[str, ...]
     paths: tuple[Path, ...]
     chooser: Chooser
+    watch: Stopwatch = field(default_factory=HostStopwatch)
     _last: tuple[Kind, int] | None = None
-    _micros: int = NOT_MEASURED
 
     def annotate(self, record: Tensor) -> Tensor:
         """A count-exchange line with what this peer's last invocation took behind it."""
-        return torch.cat([record, record.new_tensor([self._micros])])
+        micros = self.watch.micros() if self._last is not None else None
+        return torch.cat([record, record.new_tensor([NOT_MEASURED if micros is None else micros])])
 
     @staticmethod
     def split(gathered: Tensor) -> tuple[Tensor, Sequence[int]]:
@@ -123,9 +185,6 @@ class AdaptivePaths:
             self.chooser.learn(*self._last, max(micros_P))
         kind = kind_of(unit, layout)
         choice = self.chooser.choose(kind)
-        self._last, self._micros = (kind, choice), NOT_MEASURED
+        self._last = kind, choice
+        self.watch.start()
         return self.names[choice], self.paths[choice]
-
-    def measured(self, seconds: float) -> None:
-        """What this invocation took here, from the agreed counts to the sums."""
-        self._micros = round(seconds * 1e6)

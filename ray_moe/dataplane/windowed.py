@@ -22,9 +22,10 @@ from ray_moe.dataplane.handle import HandleABI
 from ray_moe.dataplane.plan import SlotMap
 from ray_moe.errors import RoutesError
 from ray_moe.kernels.fused_layer import FusedLayer
+from ray_moe.kernels.regions import Part
 from ray_moe.kernels.tiling import LayerShape, sizes_to_compile
-from ray_moe.kernels.window import Part, collect, push, wait
-from ray_moe.kernels.window_partial import collect_partials, sum_partials, unpack
+from ray_moe.kernels.window import collect, push, wait
+from ray_moe.kernels.window_partial import sum_partials, unpack
 from ray_moe.routes import Routes
 
 # An expert's replicas that the device can choose among; a placement with more takes the path of handles.
@@ -224,12 +225,7 @@ class _Unit:
     def _collect(self, part: Part, start: int) -> None:
         window, end = self.layer.seat.window, start + part.capacity
         ids_TK, out_TD, own = self.ids_TK[start:end], self.out_TD[start:end], window.memory.bytes
-        if window.regions.partial:
-            collect_partials(
-                ids_TK, self.table_XE, own, window.cell, window.windows_M, window.failure, window.regions, part, out_TD
-            )  # fmt: skip
-        else:
-            collect(
-                ids_TK, self.gates_TK[start:end], self.table_XE, own, window.windows_M, window.cell, window.failure,
-                window.regions, part, out_TD, pull=self.layer.pull,
-            )  # fmt: skip
+        collect(
+            ids_TK, self.gates_TK[start:end], self.table_XE, own, window.windows_M, window.cell, window.failure,
+            window.regions, part, out_TD, pull=self.layer.pull,
+        )  # fmt: skip

@@ -237,7 +237,7 @@ class DecodeGraphs:
         self._inputs.load(batch, rows)
         self._replays[rows]()
         count = 0 if batch is None else batch.num_tokens
-        _count(view, count)
+        _count(view, count, f"decode-{rows}")
         return self._logits[:count] if count else None
 
     # ---- what is captured ----
@@ -323,11 +323,12 @@ def _route_counts(view: GenerationView) -> RouteCounts | None:
     return next(iter(view.layers.values())).route_counts
 
 
-def _count(view: GenerationView, tokens: int) -> None:
+def _count(view: GenerationView, tokens: int, graph: str) -> None:
     """A replay in the counters of its layers, and its tokens beside the routes that the device counts."""
     for layer in view.layers.values():
-        layer.count_on_device(tokens * view.trunk.top_k)
+        layer.count_on_device("decode", tokens * view.trunk.top_k)
         layer.counters.replays += 1
+        layer.counters.routes.replays[graph] += 1
     counts = _route_counts(view)
     if counts is not None:
         counts.add_tokens("decode", tokens)

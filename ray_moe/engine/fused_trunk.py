@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ray_moe.engine.joined_products import join_products
 from ray_moe.kernels.trunk import rms_norm, rotate, softmax_top_k
 
 _PROBE_ROWS = 24
@@ -40,8 +41,8 @@ _MOST_OFF = 0.05
 def fuse(model: PreTrainedModel) -> Counter[str]:
     """Give the modules of a trunk in half precision, on a device that runs kernels, their fused forwards.
 
-    Returns how many norms, routers and rotary embeddings were taken. A trunk in another precision keeps its code: in
-    fp32 its sums are what tests compare.
+    Returns how many norms, routers and rotary embeddings were taken, and in how many modules products were joined. A
+    trunk in another precision keeps its code: in fp32 its sums are what tests compare.
     """
     taken: Counter[str] = Counter()
     if model.dtype not in _HALVES:
@@ -50,6 +51,7 @@ def fuse(model: PreTrainedModel) -> Counter[str]:
         taken["norm"] += _take_first(module, _norms(module, model.dtype), _NORM_ULPS)
         taken["router"] += _take_first(module, _routers(module), _ROUTER_ULPS)
         taken["rotary"] += _take_rotary(module)
+        taken["products"] += join_products(module)
     return taken
 
 

@@ -31,35 +31,48 @@ def model_needs(path: Path, *, dtype: torch.dtype, trust_remote_code: bool = Fal
     skeleton = trunk_skeleton(config, cls, dtype, _PROBE)
     tensors = [*skeleton.parameters(), *skeleton.buffers()]
     text = skeleton.config.get_text_config()
+    cached, attention = _attention(skeleton)
     return ModelNeeds(
         trunk=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         slot=sum(layout.nbytes(dtype) for layout in layouts),
         layers=tuple(module.layer for module in experts),
         num_experts=experts[0].num_experts,
-        kv_position=_kv_position(skeleton) * dtype.itemsize,
+        kv_position=cached * dtype.itemsize,
         hidden=int(text.hidden_size),
         ffn=max(layout.ffn for layout in layouts),
         top_k=top_k_of(skeleton),
         vocab=int(text.vocab_size),
         itemsize=dtype.itemsize,
+        attention=attention,
+        positions=int(text.max_position_embeddings),
     )
 
 
 def _recorded(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, ray_moe: dict[int, int], **__: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    ray_moe: dict[int, tuple[int, int]],
+    **__: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that only notes what the KV cache would keep of a position: elements by layer."""
-    ray_moe[int(module.layer_idx)] = key.shape[1] * 2 * max(key.shape[-1], value.shape[-1])  # type: ignore[arg-type]
+    """Attention that only notes, by layer, what the KV cache would keep of a position, and what it has of a token."""
+    heads, kv_heads, out = query.shape[1], key.shape[1], value.shape[-1]
+    ray_moe[int(module.layer_idx)] = (  # type: ignore[arg-type]
+        kv_heads * 2 * max(key.shape[-1], out),
+        heads * (query.shape[-1] + out) + kv_heads * (key.shape[-1] + out),
+    )
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(_PROBE, _recorded)
 
 
-def _kv_position(skeleton: Any) -> int:
-    """Elements that the KV cache keeps of one position, over all layers: what the attention layers are given, noted
-    while tokens without values go through the model."""
-    found: dict[int, int] = {}
+def _attention(skeleton: Any) -> tuple[int, int]:
+    """Elements that the KV cache keeps of one position, over all layers, and that one layer has of a token at once:
+    what the attention layers are given, noted while tokens without values go through the model."""
+    found: dict[int, tuple[int, int]] = {}
     for _, _, module in experts_modules(skeleton):
         module.ray_moe = lambda hidden_TD, _ids, _weights: hidden_TD  # type: ignore[assignment]
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
@@ -70,5 +83,5 @@ def _kv_position(skeleton: Any) -> int:
         text = skeleton.config.get_text_config()
         heads = int(text.num_attention_heads)
         width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        return prod((int(text.num_hidden_layers), heads, 2, width))
-    return sum(found.values())
+        return prod((int(text.num_hidden_layers), heads, 2, width)), 4 * heads * width
+    return sum(cached for cached, _ in found.values()), max(of_token for _, of_token in found.values())

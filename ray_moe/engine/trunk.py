@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ def load_trunk(
         model = trunk_skeleton(config, cls, dtype, attn_implementation)
         fill_model(model, folder, device)
     else:
-        model = _read_trunk(folder, config, cls, dtype, attn_implementation)
+        model = _read_trunk(folder, config, cls, dtype, attn_implementation, torch.device(device))
     model.requires_grad_(False).eval().to(device)
     fuse_on(device, model)
     experts = {}
@@ -238,10 +238,15 @@ def trunk_skeleton(
 
 
 def _read_trunk(
-    folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, attn_implementation: str
+    folder: Path,
+    config: PretrainedConfig,
+    cls: type[PreTrainedModel],
+    dtype: torch.dtype,
+    attn_implementation: str,
+    device: torch.device,
 ) -> Any:
     read_index(folder)  # a truncated shard is named here; the loader below would only say that a header is invalid
-    model, report = _trunk_class(cls).from_pretrained(
+    model, report = _trunk_class(cls, device).from_pretrained(
         folder,
         config=config,
         dtype=dtype,
@@ -272,10 +277,11 @@ def top_k_of(model: PreTrainedModel) -> int:
     return top_k
 
 
-def _trunk_class(cls: type[PreTrainedModel]) -> Any:
-    """`cls` without its routed experts' parameters.
+def _trunk_class(cls: type[PreTrainedModel], device: torch.device | None = None) -> Any:
+    """`cls` without its routed experts' parameters; with a `device`, tensors of a checkpoint go there one by one.
 
-    The name and module stay: transformers finds conversions by the one and tells custom code by the other.
+    The name and module stay: transformers finds conversions by the one and tells custom code by the other. Its own way
+    to name a device takes another package, for models that lie on several; the plan for one is read where it loads.
     """
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -286,7 +292,14 @@ def _trunk_class(cls: type[PreTrainedModel]) -> Any:
                 self._keys_to_ignore_on_load_unexpected.add(f"{name}.{leaf}".replace(".", r"\."))
             module._is_hf_initialized = True  # type: ignore[assignment]  # there is nothing left to initialise
 
-    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any, **more: Any) -> Any:
+        there = replace(load_config, device_map={"": device})
+        return cls._load_pretrained_model(model, state_dict, files, there, **more)
+
+    members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__}
+    if device is not None and device.type != "cpu":
+        members["_load_pretrained_model"] = staticmethod(load)
+    return type(cls.__name__, (cls,), members)
 
 
 def _check_attention(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) -> None:

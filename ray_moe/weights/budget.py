@@ -6,11 +6,14 @@ Letters: T tokens of a unit, K top-k, N = T*K routes, R rows, D hidden, F ffn, V
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ray_moe.errors import ConfigError
 
 GIB = 2**30
+# Of a captured step, and what the driver keeps of each launch on the device: 25 graphs of 48 layers took 0.9 GiB of an
+# H200, of which inputs, logits and a step's own rows explain 0.66.
+LAUNCHES_PER_LAYER, LAUNCH_BYTES = 24, 9216
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class ModelNeeds:
     """What one peer's memory holds of a model, in bytes, and its widths; `itemsize` is of its dtype.
 
     `slot` is one slot in each of `layers`, `kv_position` one position's keys and values in every layer with attention.
+    `attention` is what one layer's attention has of a token, query, key, value and result, in elements; `positions` the
+    longest sequence that the model is made for.
     """
 
     trunk: int
@@ -30,12 +35,18 @@ class ModelNeeds:
     top_k: int
     vocab: int
     itemsize: int
+    attention: int
+    positions: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a configuration asks of every peer. `held` and `spare` are slots of a layer; `buckets` are rows of a slot,
-    the largest of each decode bucket."""
+    """What a configuration asks of every peer. `held` and `spare` are slots of a layer; `bucket_rows` are rows of a
+    slot, the largest of each decode bucket.
+
+    On a CUDA device besides: the rows of each decode graph, and bytes of the window and of what kernels write into
+    (`kernels.regions` has their sums).
+    """
 
     peers: int
     held: int
@@ -45,6 +56,9 @@ class Sizes:
     tokens: int
     decode_rows: int
     bucket_rows: Sequence[int] = ()
+    graph_rows: Sequence[int] = ()
+    window: int = 0
+    workspace: int = 0
 
     @property
     def slots(self) -> int:
@@ -81,19 +95,27 @@ class Sums:
     slots: int
     kv: int
     work: int
+    graphs: int
+    window: int
+    workspace: int
 
     @property
     def total(self) -> int:
-        return self.trunk + self.slots + self.kv + self.work
+        return sum(astuple(self))
 
 
 def add_up(needs: ModelNeeds, sizes: Sizes) -> Sums:
-    """The terms; `work` is a bound for what steps take beside them."""
+    """The terms; `work` is a bound for what steps take beside them. What CUDA and its libraries take for themselves is
+    not among them: that is what `memory_fraction` leaves."""
+    blocks = sizes.kv_blocks + 1 if sizes.kv_blocks else 0  # one more, which padding rows write
     return Sums(
         trunk=needs.trunk,
         slots=needs.slot * sizes.slots,
-        kv=needs.kv_position * sizes.kv_blocks * sizes.block_size,
+        kv=needs.kv_position * blocks * sizes.block_size,
         work=_work(needs, sizes),
+        graphs=_graphs(needs, sizes),
+        window=sizes.window,
+        workspace=sizes.workspace,
     )
 
 
@@ -105,9 +127,29 @@ def _work(needs: ModelNeeds, sizes: Sizes) -> int:
     per_row = 2 * D + 3 * F  # in, gate and up, activated, out
     sent = 2 * D * routes  # there and back
     fixed = sum(rows * sizes.slots * per_row for rows in sizes.bucket_rows)
-    rows = sizes.peers * routes * per_row + sent + fixed + 8 * D * tokens  # the last for attention and residuals
+    rows = sizes.peers * routes * per_row + sent + fixed + _token_elements(needs) * tokens
     logits = 2 * 4 * sizes.decode_rows * needs.vocab  # fp32, once more sorted
     return rows * needs.itemsize + logits
+
+
+def _token_elements(needs: ModelNeeds) -> int:
+    """What one layer of the trunk has of a token at once: residual, norm and results, attention before and after
+    rotation."""
+    return 4 * needs.hidden + 2 * needs.attention
+
+
+def _graphs(needs: ModelNeeds, sizes: Sizes) -> int:
+    """What decode graphs hold while none of them runs: inputs and logits, which all share; what the largest one's step
+    writes, which the others reuse; and the launches of each."""
+    if not sizes.graph_rows:
+        return 0
+    C, L, size = max(sizes.graph_rows), len(needs.layers), needs.itemsize
+    table_width = min(sizes.kv_blocks, -(-needs.positions // sizes.block_size))
+    inputs = 8 * C * (4 + table_width + 2 + L * needs.top_k)
+    logits = 2 * C * needs.vocab * size  # the head's, and the copy that is read
+    # Routed results; a router's logits and probabilities in fp32.
+    step = C * (_token_elements(needs) + needs.hidden) * size + 8 * C * needs.num_experts
+    return inputs + logits + step + len(sizes.graph_rows) * L * LAUNCHES_PER_LAYER * LAUNCH_BYTES
 
 
 def spare_that_fits(needs: ModelNeeds, sizes: Sizes, budget: Budget) -> int:
@@ -128,11 +170,17 @@ def require_fit(needs: ModelNeeds, sizes: Sizes, budget: Budget, who: str) -> Su
     if over <= 0:
         return sums
     spare = f", {sizes.spare} of them spare" if sizes.spare else ""
+    on_device = (
+        (sums.graphs, f"{len(sizes.graph_rows)} decode graphs of up to {max(sizes.graph_rows, default=0)} rows"),
+        (sums.window, f"its window for {sizes.peers} peers"),
+        (sums.workspace, "kernel workspace"),
+    )
+    more = "".join(f" + {name} {_size(nbytes)}" for nbytes, name in on_device if nbytes)
     raise ConfigError(
         f"{who} needs {_size(sums.total)} of memory, {_size(over)} more than its {_size(budget.nbytes)} "
         f"({budget.origin}): trunk {_size(sums.trunk)} + expert slots {_size(sums.slots)} ({sizes.slots} per "
         f"layer{spare}) + KV cache {_size(sums.kv)} ({sizes.kv_blocks} blocks of {sizes.block_size}) + "
-        f"work buffers {_size(sums.work)}; {_advice(needs, sizes, over)}"
+        f"work buffers {_size(sums.work)}{more}; {_advice(needs, sizes, over)}"
     )
 
 
@@ -147,7 +195,8 @@ def _advice(needs: ModelNeeds, sizes: Sizes, over: int) -> str:
     if enough:
         return f"lower {' or '.join(enough)}"
     narrower = ", a dtype of 2 bytes" if needs.itemsize > 2 else ""
-    return f"more peers (or min_peers){narrower}, fewer spare_slots and kv_blocks, or a smaller max_prefill_tokens"
+    tokens = "max_prefill_tokens and max_decode_rows" if sizes.graph_rows else "max_prefill_tokens"
+    return f"more peers (or min_peers){narrower}, fewer spare_slots and kv_blocks, or a smaller {tokens}"
 
 
 def _size(nbytes: int) -> str:

@@ -185,13 +185,13 @@ def test_the_next_generation_needs_no_capture_and_changes_nothing() -> None:
 def test_a_decode_step_waits_for_the_device_nowhere_but_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     run, strict_steps = UnitRunner.run, []
 
-    def strict(units: UnitRunner, plan: StepPlan, agreed: Agreement, turn: Any) -> Any:
+    def strict(units: UnitRunner, plan: StepPlan, agreed: Agreement, *more: Any) -> Any:
         if agreed.prefill or not agreed.decode:
-            return run(units, plan, agreed, turn)
+            return run(units, plan, agreed, *more)
         strict_steps.append(agreed.step)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return run(units, plan, agreed, turn)
+            return run(units, plan, agreed, *more)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -326,7 +326,8 @@ def the_last_rank_dies(seat: Seat) -> str:
         early.result()
         os.kill(os.getpid(), signal.SIGKILL)
     early.result()
-    received = exchange_with_all(group, seat.device)
+    for _ in range(50):  # a host that runs ahead: all of them end by one abort
+        received = exchange_with_all(group, seat.device)
     started = time.monotonic()
     float(received.sum())  # the host is stuck with the device, until the watch frees both
     with lost(seat.rank, 5, deadline / 2):

@@ -28,8 +28,8 @@ class Bench:
         from ray_moe.comm.window import NodeWindow
         from ray_moe.kernels.activation import SwiGLU
         from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace
+        from ray_moe.kernels.regions import Regions
         from ray_moe.kernels.tiling import LayerShape
-        from ray_moe.kernels.window import Regions
 
         self.seat, self.shape = seat, LayerShape(32, 4, 512, 256)
         torch.manual_seed(0)

@@ -41,10 +41,12 @@ from ray_moe.kernels.fp8_gemm import Fp8Slab, Fp8Tile, fp8_down, fp8_gate_up  # 
 from ray_moe.kernels.fused_layer import FusedLayer, Slabs, Workspace  # noqa: E402
 from ray_moe.kernels.permute import pad, permute, unpad, unpermute  # noqa: E402
 from ray_moe.kernels.quantize import dequantize_rows, quantize_rows, quantize_weights  # noqa: E402
+from ray_moe.kernels.regions import Part, Regions  # noqa: E402
 from ray_moe.kernels.routing import RowTiles  # noqa: E402
 from ray_moe.kernels.tiling import LayerShape  # noqa: E402
 from ray_moe.kernels.trunk import rms_norm, rotate, softmax_top_k  # noqa: E402
-from ray_moe.kernels.window import CELL_WORDS, Part, Regions, collect, push, wait  # noqa: E402
+from ray_moe.kernels.window import CELL_WORDS, collect, push, wait  # noqa: E402
+from ray_moe.kernels.window_partial import sum_partials, unpack  # noqa: E402
 
 FP8, BF16, FP32, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32
 GPT_OSS = SwiGLU(limit=7.0, alpha=1.702, up_shift=1.0)
@@ -144,6 +146,20 @@ def _window(hidden: int, tokens: int) -> None:
     collect(ids, gates, table, window, addresses, cell, failure, regions, part, rows)
 
 
+def _partial_window(hidden: int, tokens: int) -> None:
+    regions, part = Regions.plan(4, tokens, 8, hidden, BF16, quantized=True, partial=True), Part(tokens, 0, 4)
+    window, table = tensor(regions.nbytes, dtype=torch.uint8), tensor(6, 128, dtype=INT32)
+    addresses, cell, failure = (tensor(size, dtype=torch.int64) for size in (4, CELL_WORDS, 3))
+    rows, ids, gates = tensor(tokens, hidden), tensor(tokens, 8, dtype=torch.int64), tensor(tokens, 8, dtype=FP32)
+    push(rows, ids, table, addresses, cell, regions, part, gates)
+    all_rows, all_ids = tensor(part.tokens, hidden), tensor(part.tokens, 8, dtype=INT32)
+    data, scales = tensor(part.tokens, hidden, dtype=FP8), tensor(part.tokens, hidden // 128, dtype=FP32)
+    unpack(data, scales, all_ids, all_rows)
+    all_gates, positions = tensor(part.tokens, 8, dtype=FP32), indices(8 * part.tokens)
+    sum_partials(all_rows, positions, all_ids, all_gates, addresses, cell, regions, part)
+    collect(ids, gates, table, window, addresses, cell, failure, regions, part, rows)
+
+
 def _trunk(tokens: int, hidden: int, heads: int, kv_heads: int, dim: int, experts: int) -> None:
     rms_norm(tensor(tokens, hidden), tensor(hidden), 1e-6)
     rms_norm(tensor(tokens, heads, dim), tensor(dim), 1e-6)
@@ -189,7 +205,8 @@ LAUNCHES: dict[str, dict[str, Callable[[], None]]] = {
         "fp8_gemm": lambda: _fp8(2048, 768, 128, Fp8Tile(short_tail=False)),
         "fp8_warp": lambda: _fp8_warp(2048, 768),
         "window": lambda: _window(2048, 16),
-        **{f"home of {tokens}": partial(_home, QWEN, tokens) for tokens in (16, 64, 4096)},
+        "window with partial sums": lambda: _partial_window(2048, 16),
+        **{f"home of {tokens}": partial(_home, QWEN, tokens) for tokens in (16, 64, 256, 4096)},
         "trunk": lambda: _trunk(64, 2048, 32, 4, 128, 128),
         "attention": lambda: _attention(8, 32, 4, 128),
         "attention unsplit": lambda: _attention(512, 32, 4, 128),

@@ -79,8 +79,9 @@ def test_gates_weigh_rows_in_the_dtype_that_both_promote_to(gates: torch.dtype, 
         Tile(16, 32, 16, 4, 2, swapped=True),
         Tile(32, 64, 32, 4, 2, short_tail=True, group=2),
         Tile(16, 32, 16, 4, 2, short_tail=True, copied_rows=True),
+        Tile(32, 32, 16, 4, 2, swapped=True, short_tail=True, tail_stages=3),
     ],
-    ids=["plain", "swapped", "short_tail", "copied_rows"],
+    ids=["plain", "swapped", "short_tail", "copied_rows", "swapped_tail"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_products_equal_their_twins(tile: Tile, dtype: torch.dtype, device: torch.device) -> None:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from ray_moe.engine.fused_trunk import fuse
 
 LAYERS = 3
-# norms of a layer and the last one; routers; attention modules.
+# norms of a layer and the last one; routers; attention modules, and those whose products are joined.
 TAKEN = {
-    "qwen3_moe": {"norm": 4 * LAYERS + 1, "router": LAYERS, "rotary": LAYERS},
-    "mixtral": {"norm": 2 * LAYERS + 1, "router": LAYERS, "rotary": LAYERS},
-    "gpt_oss": {"norm": 2 * LAYERS + 1},
+    "qwen3_moe": {"norm": 4 * LAYERS + 1, "router": LAYERS, "rotary": LAYERS, "products": LAYERS},
+    "mixtral": {"norm": 2 * LAYERS + 1, "router": LAYERS, "rotary": LAYERS, "products": LAYERS},
+    "gpt_oss": {"norm": 2 * LAYERS + 1, "products": LAYERS},
 }
 
 

@@ -8,7 +8,8 @@ import torch
 from ray_moe.errors import ConfigError
 from ray_moe.kernels import routing
 from ray_moe.kernels.reference_grouped import route_maps, row_tiles
-from ray_moe.kernels.routing import RouteMaps, RowTiles, most_tiles, route
+from ray_moe.kernels.regions import most_tiles
+from ray_moe.kernels.routing import RouteMaps, RowTiles, route
 
 
 def check(ids: torch.Tensor, experts: int, block_rows: int) -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from ray_moe.kernels.decode_layer import DecodeTile
 from ray_moe.kernels.gemv_layer import GemvTile
-from ray_moe.kernels.tiling import ROW_BLOCKS, GroupedTiles, LayerShape, choose, sizes_to_compile, small_tilings
+from ray_moe.kernels.grouped_gemm import Tile
+from ray_moe.kernels.regions import ROW_BLOCKS
+from ray_moe.kernels.tiling import GroupedTiles, LayerShape, choose, sizes_to_compile, small_tilings
 from ray_moe.kernels.warp_gemm import WarpTile
 
 QWEN = LayerShape(num_experts=128, top_k=8, hidden=2048, ffn=768)
@@ -40,6 +42,20 @@ def test_rows_per_expert_decide_and_not_tokens() -> None:
     half_the_experts = LayerShape(64, 8, QWEN.hidden, QWEN.ffn)
     for tokens in (32, 256, 1000, 4096):
         assert choose(2 * tokens, QWEN) == choose(tokens, half_the_experts)
+
+
+def test_tiles_of_a_launch_that_is_mostly_padding_are_computed_as_those_of_its_own_rows() -> None:
+    for shape in (QWEN, MIXTRAL):
+        few = choose(9, shape, batch_invariant=True)
+        assert isinstance(few, GroupedTiles)
+        for rows_per_expert in (11, 24, 40):
+            tiles = choose(rows_per_expert * shape.num_experts // shape.top_k, shape, batch_invariant=True)
+            assert isinstance(tiles, GroupedTiles)
+            for tile in (tiles.gate_up, tiles.down):
+                assert isinstance(tile, Tile)
+                assert tile.short_tail
+                assert tile.rows // 2 == few.rows
+                assert (tile.tail_stages or tile.stages) == 3
 
 
 @pytest.mark.parametrize("shape", [QWEN, MIXTRAL, MANY])

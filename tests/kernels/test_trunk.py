@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ray_moe.kernels import reference_trunk
-from ray_moe.kernels.trunk import rms_norm, rotate, softmax_top_k
+from ray_moe.kernels.trunk import _grouped_rows, rms_norm, rotate, softmax_top_k
 
 # One unit in the last place of the result; in fp32 as many as the order of a sum makes.
 ULP = {torch.float32: 2**-20, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -58,6 +58,19 @@ def test_norms_are_those_of_transformers(device: torch.device, shape: tuple[int,
         found = rms_norm(rows, weight, 1e-6, rounded=rounded)
         expected = reference_trunk.rms_norm(rows, weight, 1e-6, rounded=rounded)
         require_close(found, expected, ulps=NORM_ULPS[rounded])
+
+
+def test_norms_read_columns_of_a_wider_matrix_in_place(device: torch.device) -> None:
+    wide = torch.randn(2, 5, 7 * 16 + 3 * 16 + 8, device=device).half()
+    weight = torch.rand(16, device=device).half() + 0.5
+    heads, last = wide[..., :112].view(2, 5, 7, 16), wide[..., 112:160].view(2, 5, 3, 16)
+    for rows in (heads, last, wide[..., 160:168], heads[:1], heads[:, :1], heads[:, :, 2], heads.transpose(1, 2)):
+        own = weight[: rows.shape[-1]]
+        found = rms_norm(rows, own, 1e-6)
+        assert found.is_contiguous() and found.shape == rows.shape
+        assert torch.equal(found, rms_norm(rows.contiguous(), own, 1e-6))
+    assert [_grouped_rows(rows) for rows in (heads, last, wide, heads[:1, :1])] == [(7, 168), (3, 168), (10, 0), (7, 0)]
+    assert _grouped_rows(heads.transpose(1, 2)) == (0, 0), "copied"
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 2, 16), (32, 4, 128), (3, 3, 24), (17, 17, 8)])

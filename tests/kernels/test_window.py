@@ -10,8 +10,9 @@ from ray_moe.dataplane.precision import QuantizedRows
 from ray_moe.errors import ConfigError
 from ray_moe.kernels.reference import weighted_combine
 from ray_moe.kernels.reference_grouped import route_maps
-from ray_moe.kernels.window import COLLECTS, EPOCH_SHIFT, FAILED, PUSHES, WAITS, Part, Regions, collect, push, wait
-from ray_moe.kernels.window_partial import collect_partials, sum_partials, unpack
+from ray_moe.kernels.regions import Part, Regions
+from ray_moe.kernels.window import COLLECTS, EPOCH_SHIFT, FAILED, PUSHES, WAITS, collect, push, wait
+from ray_moe.kernels.window_partial import sum_partials, unpack
 from tests.kernels.windows import HEARD, Peers
 
 E, K, D = 6, 3, 40
@@ -116,9 +117,9 @@ def test_owners_sum_what_they_computed_for_a_token_and_one_row_goes_home(quantiz
         sum_partials(results, position_N.int(), ids_TK, gates_TK, peers.addresses_M, peers.cells[peer], regions, part)
     for peer, (hidden, ids, gates) in enumerate(units):
         out = torch.full_like(hidden, float("nan"))
-        collect_partials(
-            ids, table, peers.windows[peer], peers.cells[peer], peers.addresses_M, peers.failures[peer], regions, part,
-            out,
+        collect(
+            ids, gates, table, peers.windows[peer], peers.addresses_M, peers.cells[peer], peers.failures[peer], regions,
+            part, out,
         )  # fmt: skip
         sent = QuantizedRows.of(hidden, 128).dequantized(torch.float32) if quantized else hidden
         wanted = sent * (gates * scale_E[ids] * (ids >= 0)).sum(1, keepdim=True)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from ray_moe.dataplane.policies import policy_named
 from ray_moe.dataplane.windowed import MOST_REPLICAS, replica_table
-from ray_moe.kernels.window import Part, Regions, push
+from ray_moe.kernels.regions import Part, Regions
+from ray_moe.kernels.window import push
 from tests.kernels.windows import Peers
 from tests.layers import World, placement, slot_map, spec_of, worlds
 

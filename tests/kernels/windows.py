@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ray_moe.kernels.reference_grouped import route_maps
-from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, LIMIT, MINE, PEERS, Part, Regions
+from ray_moe.kernels.regions import Part, Regions
+from ray_moe.kernels.window import CELL_WORDS, EPOCH_SHIFT, LIMIT, MINE, PEERS
 
 HEARD = 1 << 60  # more than any flag that is waited for
 

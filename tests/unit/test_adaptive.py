@@ -20,6 +20,8 @@ from ray_moe.dataplane.adaptive import (
     WARM_UPS,
     AdaptivePaths,
     Chooser,
+    HostStopwatch,
+    stopwatch_on,
 )
 from ray_moe.dataplane.layer import ExpertLayer, Invocation
 from ray_moe.dataplane.runners import runner_named
@@ -161,3 +163,50 @@ def test_a_unit_that_a_peer_refuses_is_refused_by_all_and_the_next_one_runs(peer
     results = peers.run(refuse_once, ranks=(2, 0, 1))
     assert [failure for failure, _ in results] == ["CountMismatchError", RoutesError.__name__, "CountMismatchError"]
     assert {made for _, made in results} == {5}
+
+
+@dataclasses.dataclass
+class LateWatch:
+    """A device that is not there yet whenever the layer runs again, on one peer, for its first units."""
+
+    late: int
+    stops: int = 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def micros(self) -> int | None:
+        return None if self.stops <= self.late else 100 + self.stops
+
+
+def serve_with_a_late_device(group: ExpertGroup, units: int, late: int) -> tuple[list[int], int]:
+    layer, times = adaptive_layer(group), []
+    assert layer.adaptive is not None
+    layer.adaptive.watch = LateWatch(late if group.peer_slot == 1 else 0)
+    learn = layer.adaptive.chooser.learn
+    layer.adaptive.chooser.learn = lambda kind, choice, micros: (times.append(micros), learn(kind, choice, micros))  # type: ignore
+    for step in range(units):
+        hidden_TD, routes = Case((5, 3, 7)[: len(group.spec)]).of(group.peer_slot)
+        layer.forward(hidden_TD, routes, Invocation(step, "decode"))
+    return times, sum(layer.counters.choices.values())
+
+
+def test_a_time_that_one_device_does_not_know_yet_is_learnt_by_nobody(peers: Peers) -> None:
+    results = peers.run(serve_with_a_late_device, 8, 3, ranks=(2, 0, 1))
+    assert results == [([104, 105, 106, 107], 8)] * 3
+
+
+def test_a_watch_forgets_what_was_not_stopped() -> None:
+    watch = HostStopwatch()
+    assert watch.micros() is None
+    watch.start()
+    assert watch.micros() is None
+    watch.stop()
+    first = watch.micros()
+    assert first is not None and first >= 0
+    assert watch.micros() == first
+    watch.start()
+    assert watch.micros() is None
+    assert isinstance(stopwatch_on(torch.device("cpu")), HostStopwatch)

@@ -20,7 +20,18 @@ from ray_moe.engine.needs import model_needs
 from ray_moe.engine.request import Request
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.errors import ConfigError, NotAvailableError
-from ray_moe.weights.budget import GIB, Budget, ModelNeeds, Sizes, add_up, require_fit, spare_that_fits
+from ray_moe.kernels.regions import Regions, workspace_nbytes
+from ray_moe.weights.budget import (
+    GIB,
+    LAUNCH_BYTES,
+    LAUNCHES_PER_LAYER,
+    Budget,
+    ModelNeeds,
+    Sizes,
+    add_up,
+    require_fit,
+    spare_that_fits,
+)
 from tests.families import FAMILIES
 from tests.layers import untimed
 from tests.one_peer import OnePeer
@@ -36,28 +47,82 @@ NEEDS = ModelNeeds(
     top_k=2,
     vocab=1000,
     itemsize=2,
+    attention=20,
+    positions=100,
 )
 SIZES = Sizes(peers=2, held=8, spare=4, kv_blocks=1024, block_size=16, tokens=10, decode_rows=5)
 
 
 def test_the_terms_are_those_that_a_hand_adds_up() -> None:
     sums = add_up(NEEDS, SIZES)
-    assert (sums.trunk, sums.slots, sums.kv) == (4 * GIB, 6 * GIB, GIB)
-    # 2 peers x 10 tokens x 2 routes arrive, each as 2 D and 3 F; 20 routes leave and return; 8 D per token; 5 logits.
-    assert sums.work == 2 * (40 * (2 * 8 + 3 * 4) + 20 * 2 * 8 + 8 * 8 * 10) + 2 * 4 * 5 * 1000
-    assert sums.total == 11 * GIB + sums.work
+    block = 16 * 2**16  # one more than requests have, for padding rows
+    assert (sums.trunk, sums.slots, sums.kv) == (4 * GIB, 6 * GIB, GIB + block)
+    # 2 peers x 10 tokens x 2 routes arrive, each as 2 D and 3 F; 20 routes leave and return; 5 logits.
+    # A token is 4 D in the trunk, and twice its query, key, value and result.
+    assert sums.work == 2 * (40 * (2 * 8 + 3 * 4) + 20 * 2 * 8 + 10 * (4 * 8 + 2 * 20)) + 2 * 4 * 5 * 1000
+    assert (sums.graphs, sums.window, sums.workspace) == (0, 0, 0)
+    assert sums.total == 11 * GIB + block + sums.work
     buckets = add_up(NEEDS, replace(SIZES, bucket_rows=(3,)))
     assert buckets.work - sums.work == 2 * 3 * 12 * (2 * 8 + 3 * 4), "3 rows of each of 12 slots"
 
 
+def test_graphs_hold_inputs_logits_one_step_and_their_launches() -> None:
+    sizes = replace(SIZES, graph_rows=(1, 2, 5))
+    sums = add_up(NEEDS, sizes)
+    # 5 rows: 4 columns, 7 blocks of 16 for 100 positions, an index and a mask, 2 layers x 2 routes, all int64.
+    inputs = 8 * 5 * (4 + 7 + 2 + 4)
+    logits = 2 * 5 * 1000 * 2
+    step = 5 * (4 * 8 + 2 * 20 + 8) * 2 + 5 * 16 * 8
+    assert sums.graphs == inputs + logits + step + 3 * 2 * LAUNCHES_PER_LAYER * LAUNCH_BYTES
+    assert sums.total == add_up(NEEDS, SIZES).total + sums.graphs
+
+
+def test_what_a_gpu_holds_beside_is_in_the_sum_and_in_the_refusal() -> None:
+    sizes = replace(SIZES, spare=0, graph_rows=(1, 5), window=3 * GIB, workspace=2 * GIB)
+    sums = add_up(NEEDS, sizes)
+    assert sums.total - add_up(NEEDS, replace(SIZES, spare=0)).total == 5 * GIB + sums.graphs
+    with pytest.raises(ConfigError) as refused:
+        require_fit(replace(NEEDS, trunk=9 * GIB), sizes, Budget(10 * GIB, "memory_bytes"), "rank 1")
+    message = str(refused.value)
+    assert "\n" not in message
+    assert " + 2 decode graphs of up to 5 rows " in message
+    assert " + its window for 2 peers 3 GiB + kernel workspace 2 GiB; " in message
+    assert message.endswith("or a smaller max_prefill_tokens and max_decode_rows")
+    assert spare_that_fits(NEEDS, sizes, Budget(sums.total + NEEDS.slot, "memory_bytes")) == 1
+
+
+def test_kernels_graphs_and_windows_are_counted_where_a_configuration_has_them(
+    family_dir: Callable[..., Path],
+) -> None:
+    folder = family_dir("qwen3_moe")
+    gpu = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_decode_rows": 8, "kv_blocks": 8}
+    needs = model_needs(folder, dtype=torch.bfloat16)
+    experts = (needs.num_experts, needs.top_k, needs.hidden, needs.ffn)
+
+    def sizes_of(**more: object) -> Sizes:
+        return memory._sizes(ClusterConfig(**gpu, **more), folder)[1]
+
+    alone = sizes_of(peers=1, max_prefill_tokens=100)
+    assert (alone.graph_rows, alone.window) == ((1, 2, 4, 8), 0)
+    assert alone.workspace == workspace_nbytes(*experts, 100, 2)
+    two = sizes_of(peers=2, max_peers=3, group="nccl", transport="fused_window", max_prefill_tokens=100)
+    regions = Regions.plan(3, 100, needs.top_k, needs.hidden, torch.bfloat16)
+    assert two.window == regions.device_nbytes >= regions.nbytes
+    assert two.workspace == workspace_nbytes(*experts, 300, 2, results=False)
+    by_handles = sizes_of(peers=1, runner="block_sparse")
+    assert (by_handles.graph_rows, by_handles.window, by_handles.workspace) == ((), 0, 0)
+    assert sizes_of(peers=1, adaptive="all").graph_rows == ()
+
+
 def test_a_refusal_names_every_term_the_sum_the_budget_and_each_single_way_out() -> None:
     need = add_up(NEEDS, SIZES).total
+    held = 11 * GIB + 16 * 2**16  # all but the work
     assert require_fit(NEEDS, SIZES, Budget(need, "memory_bytes"), "rank 0").total == need
-    wide = replace(NEEDS, vocab=2**30 // 40 - (need - 11 * GIB) // 40 + NEEDS.vocab)
+    wide = replace(NEEDS, vocab=2**30 // 40 - (need - held) // 40 + NEEDS.vocab)
     with pytest.raises(ConfigError) as refused:
-        require_fit(wide, SIZES, Budget(11 * GIB, f"memory_bytes {11 * GIB}"), "rank 3")
+        require_fit(wide, SIZES, Budget(held, f"memory_bytes {held}"), "rank 3")
     assert str(refused.value) == (
-        f"rank 3 needs 12 GiB of memory, 1 GiB more than its 11 GiB (memory_bytes {11 * GIB}): trunk 4 GiB + expert "
+        f"rank 3 needs 12 GiB of memory, 1 GiB more than its 11 GiB (memory_bytes {held}): trunk 4 GiB + expert "
         "slots 6 GiB (12 per layer, 4 of them spare) + KV cache 1 GiB (1024 blocks of 16) + work buffers 1 GiB; "
         "lower spare_slots to 2"
     )
@@ -143,6 +208,7 @@ def test_a_full_size_models_needs_follow_from_its_configuration_alone(tmp_path: 
     assert needs.slot == 48 * 3 * 2048 * 768 * 2
     assert round((needs.trunk + 128 * needs.slot) / 2 / 1e9, 1) == 30.5
     assert needs.kv_position == 48 * 4 * 2 * 128 * 2
+    assert needs.attention == 128 * (32 + 4 + 4 + 32)
 
 
 def test_peers_of_one_machine_share_it_and_the_first_that_is_too_small_is_named(

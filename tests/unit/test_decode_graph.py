@@ -16,9 +16,11 @@ from ray_moe.dataplane.layer import Invocation
 from ray_moe.dataplane.phases import FallbackReason
 from ray_moe.engine.decode_graph import DecodeGraphs, decode_sizes
 from ray_moe.engine.generation import GenerationView
+from ray_moe.engine.needs import model_needs
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
 from ray_moe.errors import BindingError, ConfigError
+from ray_moe.weights.budget import LAUNCH_BYTES, LAUNCHES_PER_LAYER, Sizes, add_up
 from tests.decode_layers import TorchLayer
 from tests.one_peer import OnePeer
 
@@ -73,6 +75,19 @@ def test_graphs_give_the_eager_engines_tokens(family_dir: Callable[..., Path], f
     assert layer.local is not None
     seen = set(layer.local.seen)  # type: ignore[attr-defined]
     assert (8, 3) in seen and (8, 0) in seen, "three rows in a graph of eight, and none when it was captured"
+
+
+def test_what_graphs_hold_is_what_a_budget_counts(family_dir: Callable[..., Path]) -> None:
+    folder = family_dir("qwen3_moe")
+    peer = graphed(folder)
+    peer.loop.warm_up()
+    graphs, cache = graphs_of(peer), peer.loop.cache
+    assert graphs._inputs is not None and graphs._logits is not None and graphs._cell is not None
+    held = [*vars(graphs._inputs).values(), graphs._logits, graphs._cell]
+    sizes = Sizes(1, 0, 0, cache.num_blocks, cache.block_size, tokens=8, decode_rows=8, graph_rows=(1, 2, 8))
+    needs = model_needs(folder, dtype=torch.float32)
+    launches = 3 * len(needs.layers) * LAUNCHES_PER_LAYER * LAUNCH_BYTES
+    assert sum(tensor.nbytes for tensor in held) <= add_up(needs, sizes).graphs - launches
 
 
 def test_a_unit_larger_than_every_graph_falls_back_and_says_why(family_dir: Callable[..., Path]) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, NemotronHConfig, PreTrainedModel, Qwen3NextConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from ray_moe.engine import trunk as trunk_module
 from ray_moe.engine.trunk import Binding, Trunk, activation_form, experts_activation, load_trunk
 from ray_moe.errors import CheckpointError, ConfigError, NotServingError, UnsupportedModelError
 from ray_moe.kernels.activation import SwiGLU
-from ray_moe.weights.checkpoint import Checkpoint
+from ray_moe.weights.checkpoint import Checkpoint, read_config
 from ray_moe.weights.shards import INDEX_NAME
-from ray_moe.weights.sources import experts_modules
+from ray_moe.weights.sources import experts_modules, model_class
 from tests.families import EOS, FAMILIES, HIDDEN, MOE_LAYERS, TOP_K, build_family, family_config
 from tests.one_peer import OnePeer
 
@@ -106,6 +107,16 @@ def test_the_trunk_holds_every_tensor_but_the_routed_experts(name: str, packed: 
         assert torch.equal(tensor, model.state_dict()[key]), key
     assert not any(parameter.requires_grad for parameter in trunk.model.parameters())
     assert not trunk.model.training
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoints_tensors_go_to_their_device_one_by_one(name: str, tmp_path: Path) -> None:
+    """Seen on the device that holds nothing: what had been read on the host first would still be there."""
+    folder = build_family(name, tmp_path)
+    config = read_config(folder)
+    cls = model_class(config, folder, False)
+    model = trunk_module._read_trunk(folder, config, cls, torch.float32, "eager", torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
 def test_the_trunk_loads_although_no_expert_tensor_can_be_read(tmp_path: Path) -> None:
