@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray_moe.cli import records
 from ray_moe.cli.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, answers, environment_of
@@ -121,8 +121,7 @@ def running_ray() -> Target | None:
     address = os.environ.get("RAY_ADDRESS", "")
     if address not in ("", "auto", "local"):
         return target_at(address)
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    note = Path(folder) / "ray" / "ray_current_cluster"
+    note = Path(_temporary()) / "ray" / "ray_current_cluster"
     if not note.is_file():
         return None
     address = note.read_text(encoding="utf-8").strip()
@@ -145,6 +144,28 @@ def serve_app() -> ModuleType:
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return app
+
+
+def metrics_endpoints() -> dict[str, Any]:
+    """Where Prometheus scrapes what the connected Ray's nodes export: `targets` as HOST:PORT, one a node, and the
+    `service_discovery` file that Ray keeps up to date beside its dashboard, None where this machine has none."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort", 0) > 0]
+    session = Path(_temporary()) / "ray" / ray.get_runtime_context().get_session_name()
+    file = session / "prom_metrics_service_discovery.json"
+    return {
+        "targets": sorted(_address(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes),
+        "service_discovery": str(file) if file.is_file() else None,
+    }
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _temporary() -> str:
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def _reached(target: Target) -> tuple[str, int]:

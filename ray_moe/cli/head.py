@@ -44,19 +44,22 @@ def environment_of(record: Record) -> dict[str, str]:
     return environment
 
 
-def start_head(name: str, model: str, *, num_cpus: int, dashboard: bool, seconds: float) -> Record:
-    """Start a head for the cluster `name`; its record, saved already, when the head listens.
+def start_head(
+    name: str, model: str, *, num_cpus: int, dashboard: bool, seconds: float, metrics_port: int = 0
+) -> Record:
+    """Start a head for the cluster `name`; its record, saved already, when the head listens. For as long as it runs
+    Prometheus can scrape it at `metrics_port`, 0 for a free one.
 
     Raises `NotServingError` when Ray ends by itself, `DeadlineError` after `seconds`; nothing is left running then.
     """
     deadline = Deadline(seconds)
-    port, client_port, dashboard_port = free_ports(3)
+    port, client_port, dashboard_port, free_port = free_ports(4)
     log = records.home() / f"{name}.log"
     token_file, mark = _token_file(name), secrets.token_hex(8)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--ray-client-server-port={client_port}", f"--num-cpus={num_cpus}"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--include-dashboard={str(dashboard).lower()}"]
-    command += [f"--dashboard-port={dashboard_port}"]
+    command += [f"--dashboard-port={dashboard_port}", f"--metrics-export-port={metrics_port or free_port}"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -13,7 +13,9 @@ from ray_moe.evidence import Instrument, Measurement
 @dataclass(frozen=True)
 class Did:
     """What one release did, exact totals: see `ray_moe.engine.state.ReleaseTally`. Routes are those of its layers, by
-    their origin; `replays` and `fallbacks` are layer invocations of decode units that could have replayed."""
+    their origin; `replays` and `fallbacks` are layer invocations of decode units that could have replayed. Audited
+    invocations with `mismatches`, `stale_handles` that were combined and invocations that were `unconserved` are as
+    `ray_moe.dataplane.counters.RouteTally` counts them."""
 
     steps: int = 0
     first_step: int = -1
@@ -29,6 +31,11 @@ class Did:
     remote_routes: int = 0
     replays: int = 0
     fallbacks: int = 0
+    dropped_routes: int = 0
+    inter_node_routes: int = 0
+    mismatches: int = 0
+    stale_handles: int = 0
+    unconserved: int = 0
 
     def since(self, before: Did, step: int) -> Did:
         """What was done after `step`, when `before` had been."""
@@ -97,10 +104,10 @@ def evidence_of(release_id: str, did: Did, drill: Drill | None, whole: Did) -> P
                 measurement=counted,
                 steps=did.steps,
                 attempted_routes=did.routes,
-                accepted_routes=did.routes,
-                dropped_routes=0,
+                accepted_routes=did.routes - did.dropped_routes,
+                dropped_routes=did.dropped_routes,
                 remote_routes=did.remote_routes,
-                inter_node_routes=0,
+                inter_node_routes=did.inter_node_routes,
                 graph_replay_steps=replayed,
                 graph_fallback_steps=graph_steps - replayed,
             ),
@@ -114,7 +121,8 @@ def evidence_of(release_id: str, did: Did, drill: Drill | None, whole: Did) -> P
         shadow_samples=whole.compared,
         canary_samples=did.tokens,
         cells=cells,
-        route_output_mismatches=0,
-        stale_handle_acceptances=0,
-        count_conservation_failures=did.faults,
+        route_output_mismatches=did.mismatches,
+        stale_handle_acceptances=did.stale_handles,
+        # A unit that could not be run may have failed for its counts.
+        count_conservation_failures=max(did.faults, did.unconserved),
     )

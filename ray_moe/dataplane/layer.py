@@ -12,10 +12,8 @@ Letters: T tokens, K top-k, R received rows, D hidden, S physical slots.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -24,66 +22,38 @@ from ray_moe.comm.transports import chunk_span
 from ray_moe.dataplane.adaptive import AdaptivePaths
 from ray_moe.dataplane.audit import audit
 from ray_moe.dataplane.captured import CapturedDecode
+from ray_moe.dataplane.counters import LayerCounters, Seat
 from ray_moe.dataplane.handle import DispatchHandle, HandleHeader
 from ray_moe.dataplane.invocation_ledger import InvocationLedger, Meter, take
 from ray_moe.dataplane.local import DeviceLayer
 from ray_moe.dataplane.paths import Path, SharedExpert
 from ray_moe.dataplane.phases import PHASES, Fallback, Phase, Replay, UnitAccount
-from ray_moe.dataplane.plan import Layout, Plan, SlotMap, agree_layouts, layout_record, make_plan, refusal_record
+from ray_moe.dataplane.plan import (
+    Layout,
+    Plan,
+    SlotMap,
+    agree_layouts,
+    has_refusal,
+    layout_record,
+    make_plan,
+    refusal_record,
+)
 from ray_moe.dataplane.policies import Assigned, ReplicaPolicy
 from ray_moe.dataplane.route_counts import RouteCounts
 from ray_moe.dataplane.runners import LayerWeights
 from ray_moe.dataplane.strategies import strategy_named
-from ray_moe.errors import ConfigError, RoutesError, StaleHandleError
+from ray_moe.errors import ConfigError, CountMismatchError, HandleError, RoutesError, StaleHandleError
 from ray_moe.routes import Routes
+from ray_moe.topology_ledger import FanOut
 
 _WHOLE = strategy_named("bulk")
-
-
-@dataclass
-class LayerCounters:
-    """Exact totals since the layer was built; each counts one thing.
-
-    Remote rows crossed to another peer, local ones did not. Invocations that the host did not look into were `local`,
-    on one device alone, or `windowed`. Decode units were replayed, or fell back for a reason.
-    `peak_live_bytes` is the most that one invocation held in named buffers. `fan_out` counts audited tokens, and the
-    ranks and nodes that their routes reached; `choices` counts units by phase and adaptive path; `torch_runners` counts
-    generations whose experts torch computes on a CUDA device, by why kernels do not; `ledger` is the last audited
-    invocation's.
-    """
-
-    invocations: int = 0
-    local: int = 0
-    windowed: int = 0
-    rows_local: int = 0
-    rows_sent: int = 0
-    rows_received: int = 0
-    audited: int = 0
-    replays: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    peak_live_bytes: int = 0
-    fan_out: Counter[str] = field(default_factory=Counter)
-    choices: Counter[str] = field(default_factory=Counter)
-    torch_runners: Counter[str] = field(default_factory=Counter)
-    ledger: InvocationLedger | None = None
-
-    @staticmethod
-    def total(layers: Iterable[LayerCounters]) -> LayerCounters:
-        """All layers together; the largest of the peaks, since a peer runs one layer at a time."""
-        total = LayerCounters()
-        for layer in layers:
-            for name, value in vars(layer).items():
-                if name not in ("peak_live_bytes", "ledger"):
-                    setattr(total, name, getattr(total, name) + value)
-            total.peak_live_bytes = max(total.peak_live_bytes, layer.peak_live_bytes)
-        return total
 
 
 @dataclass(frozen=True)
 class Invocation:
     """Which execution of a layer this is: step id, unit kind, whether it is audited, and whether it is the `shadow` of
     another one: then its routes are no demand. `most_rows` is the most tokens that any peer has in it, as they agreed;
-    None leaves it to this peer's own.
+    None leaves it to this peer's own. `fell_back` takes why layers did not replay it.
 
     Raises `ConfigError` for a unit that the step agreement does not know.
     """
@@ -93,6 +63,7 @@ class Invocation:
     audit: bool = False
     shadow: bool = False
     most_rows: int | None = None
+    fell_back: list[str] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         if self.unit not in PHASES:
@@ -139,6 +110,7 @@ class ExpertLayer:
         self.header, self.slots, self.weights = header, slots, weights
         self.path, self.captured, self.local = path, captured, local
         self.policy, self.counters, self.route_counts, self.adaptive = policy, counters, route_counts, adaptive
+        self._seat = Seat.of(slots, header)
 
     def forward(
         self, hidden_TD: Tensor, routes: Routes, invocation: Invocation, shared: SharedExpert | None = None
@@ -162,7 +134,7 @@ class ExpertLayer:
         gathered = self._gather_counts(layout_record(plans, self.header.digest64, number))
         if self.adaptive is not None:
             gathered, micros_P = self.adaptive.split(gathered)
-        layouts = agree_layouts(gathered, self.slots, len(batches))
+        layouts = self._agree(gathered, len(batches))
         if self.adaptive is not None:
             name, chosen = self.adaptive.choose(invocation.unit, layouts[0], micros_P)
             self.counters.choices[f"{invocation.unit}: {name}"] += 1
@@ -185,14 +157,12 @@ class ExpertLayer:
                     self._stop_alone()
                 raise
         elif self.adaptive is not None:
-            started = perf_counter()
             out_TD = run(eager, hidden_TD)
-            self.adaptive.measured(perf_counter() - started)
+            self.adaptive.watch.stop()
         else:
             out_TD = run(eager, hidden_TD)
         if sealed is not None:
-            routes.verify(sealed)
-            self.counters.audited += 1
+            self._verify(routes, sealed, invocation)
         if self.route_counts is not None and not invocation.shadow:
             self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
         return out_TD
@@ -226,17 +196,20 @@ class ExpertLayer:
             raise
         if self.route_counts is not None and not invocation.shadow:
             self.route_counts.add(self.slots.layer, invocation.unit, routes.topk_ids)
-        self.count_on_device(routes.num_routes)
+        self.count_on_device(invocation.unit, routes.num_routes)
         return out_TD
 
-    def count_on_device(self, routes: int) -> None:
+    def count_on_device(self, unit: Phase, routes: int) -> None:
         """Enter an invocation with so many routes of this peer's, which the host did not look into."""
-        self.counters.invocations += 1
+        counters = self.counters
+        counters.invocations += 1
         if self.slots.num_peers > 1:
-            self.counters.windowed += 1
+            counters.windowed += 1
+            counters.routes.ran_windowed(unit, routes)
         else:
-            self.counters.local += 1
-            self.counters.rows_local += routes
+            counters.local += 1
+            counters.rows_local += routes
+            counters.routes.ran(unit, self._seat.topology, attempted=routes, accepted=routes, remote=0, inter_node=0)
 
     def _require_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
         expected = (num_tokens, self.weights.down.shape[1])
@@ -262,6 +235,22 @@ class ExpertLayer:
             record = self.adaptive.annotate(record)
         return self.path.transport.group.gather_counts(record)
 
+    def _agree(self, gathered: Tensor, batches: int) -> tuple[Layout, ...]:
+        try:
+            return agree_layouts(gathered, self.slots, batches)
+        except CountMismatchError:
+            if not has_refusal(gathered):  # whoever refuses its own routes has counted nothing
+                self.counters.routes.unconserved[self.header.epoch] += 1
+            raise
+
+    def _verify(self, routes: Routes, sealed: str, invocation: Invocation) -> None:
+        try:
+            routes.verify(sealed)
+        except RoutesError:
+            self.counters.routes.mismatches[invocation.unit] += 1
+            raise
+        self.counters.audited += 1
+
     def _admit(self, invocation: Invocation, layouts: Sequence[Layout], top_k: int) -> Replay | None:
         """The executable that takes this unit, the same on every peer; None for the eager path."""
         if self.captured is None or invocation.unit != "decode":
@@ -269,8 +258,10 @@ class ExpertLayer:
         decision = self.captured.admit(invocation.unit, layouts, top_k)
         if isinstance(decision, Fallback):
             self.counters.fallbacks[decision.reason] += 1
+            invocation.fell_back.append(decision.reason)
             return None
         self.counters.replays += 1
+        self.counters.routes.replays[decision.executable_id] += 1
         return decision
 
     def _run(
@@ -293,10 +284,12 @@ class ExpertLayer:
             moving = False
             if invocation.audit:
                 measured = meter.read()
-                fan_out = audit(handles, plans, self.slots, path.transport)
+                fan_out = self._audit(handles, plans, path, invocation)
                 account = self._account(invocation, layouts, path) if self.captured is not None else None
                 self._enter(take(path, handles, layouts, self.slots, self.weights, fan_out, account, measured))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, CountMismatchError):
+                self.counters.routes.unconserved[self.header.epoch] += 1
             if moving:
                 self._stop_alone()
             for handle in handles:
@@ -304,9 +297,17 @@ class ExpertLayer:
             raise
         for handle in handles:
             handle.release()
-            self._count(handle)
-        self.counters.invocations += 1
+        self.counters.enter(handles, self._seat, invocation.unit, sum(rows_TD.shape[0] for rows_TD in hidden))
         return out_TD
+
+    def _audit(
+        self, handles: Sequence[DispatchHandle], plans: Sequence[Plan], path: Path, invocation: Invocation
+    ) -> FanOut:
+        try:
+            return audit(handles, plans, self.slots, path.transport)
+        except HandleError:
+            self.counters.routes.mismatches[invocation.unit] += 1
+            raise
 
     def _stop_alone(self) -> None:
         """The others send and wait for rows that were agreed: what this peer does next must not meet them by chance."""
@@ -330,14 +331,6 @@ class ExpertLayer:
         empty_ids = torch.zeros(0, top_k, dtype=torch.int64, device=hidden_TD.device)
         empty_gates = torch.zeros(0, top_k, dtype=gate, device=hidden_TD.device)
         self.forward(hidden_TD, Routes(empty_ids, empty_gates), invocation)
-
-    def _count(self, handle: DispatchHandle) -> None:
-        mine, counters = self.slots.my_peer, self.counters
-        sent_P, received_P = handle.send_counts_P, handle.recv_counts_P
-        counters.rows_local += sent_P[mine]
-        counters.rows_sent += sum(sent_P) - sent_P[mine]
-        counters.rows_received += sum(received_P) - received_P[mine]
-        counters.peak_live_bytes = max(counters.peak_live_bytes, int(handle.completion.peak_bytes))
 
 
 def _batches(routes: Routes, parts: int) -> list[Routes]:

@@ -76,10 +76,10 @@ class Path:
         shared: SharedExpert | None = None,
     ) -> Tensor:
         """The weighted sums [T, D] of all batches in their order; `hidden` are the batches' rows [T_b, D]."""
-        return _Run(self, hidden, handles, weights, shared).finish()
+        return Run(self, hidden, handles, weights, shared).finish()
 
 
-class _Run:
+class Run:
     """One invocation under way. Handle j belongs to batch j, or is chunk j of the one batch."""
 
     def __init__(
@@ -102,7 +102,10 @@ class _Run:
 
     def finish(self) -> Tensor:
         for kind, index in self._path.strategy.order:
-            _TASKS[kind](self, index)
+            TASKS[kind](self, index)
+        return self._out()
+
+    def _out(self) -> Tensor:
         return self._sums[0] if len(self._sums) == 1 else torch.cat(self._sums)
 
     def _plan(self, index: int) -> None:
@@ -116,7 +119,12 @@ class _Run:
         self._dispatchers[index].dispatch_a(self._packed.pop(index), self._handles[index])
 
     def _expert(self, index: int) -> None:
-        rows = self._dispatchers[index].dispatch_b()
+        self._compute(index, self._receive(index))
+
+    def _receive(self, index: int) -> ExpertRows:
+        return self._dispatchers[index].dispatch_b()
+
+    def _compute(self, index: int, rows: ExpertRows) -> None:
         self._handles[index].completion.require(Event.EXPERT_INPUT_READY, self._path.runner.name)
         self._outputs[index] = self._path.runner.run(rows, self._weights)
 
@@ -133,12 +141,12 @@ class _Run:
 
 
 # Task kinds of `schedule`'s designs.
-_TASKS: dict[str, Callable[[_Run, int], None]] = {
-    "plan": _Run._plan,
-    "pack": _Run._pack,
-    "dispatch": _Run._dispatch,
-    "shared_path": _Run._shared_path,
-    "expert": _Run._expert,
-    "combine": _Run._combine,
-    "reduce": _Run._reduce,
+TASKS: dict[str, Callable[[Run, int], None]] = {
+    "plan": Run._plan,
+    "pack": Run._pack,
+    "dispatch": Run._dispatch,
+    "shared_path": Run._shared_path,
+    "expert": Run._expert,
+    "combine": Run._combine,
+    "reduce": Run._reduce,
 }

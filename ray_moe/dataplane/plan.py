@@ -228,6 +228,11 @@ def refusal_record(slots: SlotMap, header_digest64: int, invocation: int, batche
     return torch.tensor(line, dtype=torch.int64, device=slots.dispatch_S.device)
 
 
+def has_refusal(records: Tensor) -> bool:
+    """Whether one of the lines that came is a `refusal_record`."""
+    return records.shape[1] > 2 and bool((records[:, 2] == _REFUSED).any())
+
+
 def agree_layouts(records: Tensor, slots: SlotMap, batches: int = 1) -> tuple[Layout, ...]:
     """The layout of each batch from all peers' `layout_record` lines, `records` [P, 2 + B * (1 + S)] by peer slot.
 

@@ -151,6 +151,7 @@ class BareLayers:
                 _LOG.warning("step %d, layer %d, %d bare calls: %r", agreed.step, layer, len(batch.calls), error)
                 for call in batch.calls:
                     self._settle(call, error)
+        self._counters.units_of(view.release_id).ran(BARE, ())
 
     def _run(self, layer: ExpertLayer, index: int, top_k: int, invocation: Invocation, batch: _Batch) -> None:
         if not batch.calls:

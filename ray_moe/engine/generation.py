@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ray_moe.comm.transports import Transport
-from ray_moe.dataplane.adaptive import AdaptivePaths, Chooser
+from ray_moe.dataplane.adaptive import AdaptivePaths, Chooser, stopwatch_on
 from ray_moe.dataplane.captured import CapturedDecode, Executables
 from ray_moe.dataplane.completion import StagingPool
 from ray_moe.dataplane.handle import HandleHeader
@@ -128,7 +128,8 @@ class Backend:
         if self.chooser is None:
             return None
         paths = (self._path(*choice, weights) for choice in self.alternatives.values())
-        return AdaptivePaths(tuple(self.alternatives), tuple(paths), self.chooser)
+        watch = stopwatch_on(weights.down.device)
+        return AdaptivePaths(tuple(self.alternatives), tuple(paths), self.chooser, watch)
 
     def _path(self, transport: Transport, name: str, weights: LayerWeights) -> Path:
         runner = runner_named(name, weights=weights, block_rows=self.block_rows)
