@@ -71,6 +71,55 @@ def moved(row: Row) -> str:
     return ", ".join(f"{decimal(nbytes)} from {_SOURCES.get(source, source)}" for source, nbytes in amounts if nbytes)
 
 
+def edges(row: Row) -> list[Row]:
+    """The edges that it took as documents: stage before and after, the event, the wave, when, and after how many
+    seconds in the stage before. Of one whose first edges are forgotten the first has no stage before."""
+    found: list[Row] = []
+    number, stage, since = 0, "preparing" if row["kind"] == Kind.GROW else "queued", row["asked_at"]
+    for edge in row.get("trail", ()):
+        known = edge["number"] == number + 1
+        lasted = max(0.0, edge["at"] - since) if known else None
+        place = {"operation": row["number"], "kind": row["kind"], "number": edge["number"], "wave": edge["wave"]}
+        taken = {"from": stage if known else "", "to": str(edge["stage"]), "by": edge["event"]}
+        found.append({**place, **taken, "at": edge["at"], "after_s": lasted})
+        number, stage, since = edge["number"], str(edge["stage"]), edge["at"]
+    return found
+
+
+def edge_line(row: Row, edge: Row) -> str:
+    """`12:30:01.250 operation 3 (rebalance): filling -> publishing, after 1.20 s, wave 1/2`, and how it ended."""
+    clock = datetime.fromtimestamp(edge["at"]).isoformat(sep=" ", timespec="milliseconds")[11:]
+    parts = [f"{clock} {title(row)}: {edge['from'] or '...'} -> {edge['to']}"]
+    if edge["after_s"] is not None:
+        parts.append(f"after {edge['after_s']:.2f} s")
+    if row["waves"] > 1 and edge["wave"]:
+        parts.append(f"wave {edge['wave']}/{row['waves']}")
+    if edge["to"] in ENDED:
+        parts += [moved(row), f"pause {_pause(row)} ms" if row["to_generation"] else "", plain(row["reason"])]
+    return ", ".join(part for part in parts if part)
+
+
+def stages_table(row: Row, now: float) -> RenderableType:
+    """One operation from its first stage to its last: when each began, how long it lasted, and what ended it."""
+    table = _table("stages")
+    for heading in ("stage", "began", "seconds", "wave", "ended by"):
+        table.add_column(heading, justify="right" if heading in ("seconds", "wave") else "left")
+    taken, since = edges(row), row["asked_at"]
+    for edge in taken:
+        lasted = "" if edge["after_s"] is None else f"{edge['after_s']:.3f}"
+        began = "" if edge["after_s"] is None else _clock(since)
+        table.add_row(_stage(edge["from"]) if edge["from"] else Text("..."), began, lasted, _of(edge), edge["by"])
+        since = edge["at"]
+    last = taken[-1]["to"] if taken else row["stage"]
+    open_for = "" if row["stage"] in ENDED else f"{max(0.0, now - since):.3f}"
+    table.add_row(_stage(last), _clock(since), open_for, "", "")
+    return Group(Text(f"{summary(row)}; asked by {plain(row['asked_by'])}: {plain(row['why'])}"), table)
+
+
+def _of(edge: Row) -> str:
+    return str(edge["wave"]) if edge["wave"] else ""
+
+
 # -- What it waits for
 
 
