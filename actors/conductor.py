@@ -18,6 +18,7 @@ from pathlib import Path
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from ray_moe.actors.announce import tell_operations
 from ray_moe.actors.journal import Journal, Record
 from ray_moe.actors.runner import EffectRunner
 from ray_moe.comm.rendezvous import StoreAddress
@@ -128,7 +129,8 @@ class Conductor:
 
     def _keep(self, record: Record) -> None:
         self._journal.write(record)
-        self._record = record
+        before, self._record = self._record, record
+        tell_operations(before.control, record.control)
 
     # ---- releases ----
 

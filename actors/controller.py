@@ -16,11 +16,15 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from ray_moe.actors.announce import log_as
 from ray_moe.actors.bringup import find_model, known_nodes, store_host
-from ray_moe.actors.cluster_state import CLUSTER_TABLE, ClusterState
+from ray_moe.actors.cluster_metrics import ClusterExporter
+from ray_moe.actors.cluster_state import ClusterState, advance
 from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.actors.conductor import Conductor
+from ray_moe.actors.exporter import Exporter, RaySink
 from ray_moe.actors.journal import Journal, Record
+from ray_moe.actors.live import LiveQuestions
 from ray_moe.actors.lookout import Lookout
 from ray_moe.actors.pilot import Pilot
 from ray_moe.actors.releases import ReleaseVerbs
@@ -39,15 +43,17 @@ from ray_moe.controlplane.preview import Preview, preview
 from ray_moe.deadline import ray_await
 from ray_moe.engine.records import LoadProgress
 from ray_moe.errors import ConfigError, NotServingError, PeerLostError, RayMoEError
+from ray_moe.metrics import CONTROLLER_BUDGET
 from ray_moe.placement import PlacementSnapshot
 
 _LOG = logging.getLogger(__name__)
 
 
-class ControllerActor(ReleaseVerbs):
+class ControllerActor(ReleaseVerbs, LiveQuestions):
     """Ray actor; one per cluster."""
 
     def __init__(self, config: ClusterConfig) -> None:
+        log_as(config, "controller")
         self._config = config
         self._state = ClusterState.STARTING
         self._peers: dict[int, ActorHandle] = {}
@@ -137,7 +143,19 @@ class ControllerActor(ReleaseVerbs):
         self._advance("serve")
         keep_what_is_loaded()
         self._rollouts = Rollouts(self._config, self._peers, self._require_routing, self._lookout, self._conductor)
-        self._watching = [asyncio.create_task(each.rounds()) for each in (self._conductor, self._pilot, self._rollouts)]
+        exports = ClusterExporter(
+            self._config,
+            Exporter(RaySink(), CONTROLLER_BUDGET, {"cluster": self._config.name}),
+            self._peers,
+            self._require_routing,
+            self._lookout,
+            self._conductor,
+            self._pilot,
+            lambda: self._state,
+            restarted=self._restarted,
+        )
+        watching = (self._conductor, self._pilot, self._rollouts, exports)
+        self._watching = [asyncio.create_task(each.rounds()) for each in watching]
         for task in self._watching:
             task.add_done_callback(_log_failure)
 
@@ -156,7 +174,7 @@ class ControllerActor(ReleaseVerbs):
             await self._bury(rank, detail)
         if self._lookout.failure and self._state is ClusterState.SERVING:
             self._failure = self._lookout.failure
-            self._advance("lose_peer")
+            self._advance("lose_peer", self._failure)
         return self._lookout.observed() if self._state is ClusterState.SERVING else None
 
     async def _restore_registry(self) -> None:
@@ -172,8 +190,7 @@ class ControllerActor(ReleaseVerbs):
         """A serving peer is gone: its leases go back, and the survivors fail their calls now, not at a deadline."""
         if self._state is ClusterState.STOPPED:
             return  # we ended it ourselves
-        _LOG.warning("%s", detail)
-        self._advance("lose_peer")
+        self._advance("lose_peer", detail)
         for other, peer in self._peers.items():
             if other not in self._lookout.lost:
                 peer.peer_lost.remote(detail)
@@ -363,11 +380,8 @@ class ControllerActor(ReleaseVerbs):
             raise NotServingError(f"cluster {self._config.name!r} is {self._state.value}")
         return await self._require_conductor()
 
-    def _advance(self, event: str) -> None:
-        following = CLUSTER_TABLE[self._state].get(event)
-        if following is None:
-            raise RayMoEError(f"cluster {self._config.name!r}: event {event!r} is illegal in state {self._state.value}")
-        self._state = following
+    def _advance(self, event: str, reason: str = "") -> None:
+        self._state = advance(self._config.name, self._state, event, reason)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -21,18 +21,22 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from ray_moe.actors.announce import log_as
 from ray_moe.actors.calls import CallDesk, LayerCalls
 from ray_moe.actors.collector import forget_what_has_gone, keep_what_is_loaded
 from ray_moe.actors.device import step_options, take_device
 from ray_moe.actors.fetch import lane_of
 from ray_moe.actors.fill import Filler, SlotGiver
+from ray_moe.actors.live import LiveAnswers
 from ray_moe.actors.mailbox import Outlet, Polled, PostOffice
 from ray_moe.actors.memory import Room, require_room, room_on
 from ray_moe.actors.model import LoadedModel, load_model, scheduler_of
+from ray_moe.actors.rank_metrics import RankMetrics
 from ray_moe.actors.reception import Reception
 from ray_moe.actors.remote import find_expert
 from ray_moe.actors.reports import engine_status, peer_report
 from ray_moe.actors.seats import Seats
+from ray_moe.actors.tracing import StepRecords, recorder_of
 from ray_moe.comm.rendezvous import StoreAddress
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Peer
@@ -63,7 +67,7 @@ _FETCH_S, _FETCH_POLL_S = 10.0, 0.02
 _REPORTS_KEPT = 64
 
 
-class ExpertActor(SlotGiver, LayerCalls):
+class ExpertActor(SlotGiver, LayerCalls, LiveAnswers, StepRecords, RankMetrics):
     """Ray actor, one per rank. What a method has done already it does not do twice.
 
     Life: `prepare`, `fill`, `join`, `serve`; then requests, generations and epochs until `stop`, or until it leaves:
@@ -71,6 +75,7 @@ class ExpertActor(SlotGiver, LayerCalls):
     """
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
+        log_as(config, f"expert-{rank}")
         take_device(config)
         # The engine's thread and the event loop share the interpreter; by default one may keep the other out for 5 ms,
         # which is a good part of a step.
@@ -182,6 +187,7 @@ class ExpertActor(SlotGiver, LayerCalls):
             audit_rate=config.audit_rate,
             route_counts=self._route_counts,
             demand_every_steps=config.demand_every_steps,
+            trace=recorder_of(config, self._rank.value),
             **step_options(config),
         )
         await self._beside(engine.warm_up)
@@ -194,6 +200,7 @@ class ExpertActor(SlotGiver, LayerCalls):
         self._thread = threading.Thread(target=engine.run, name=f"engine-{self._rank}", daemon=True)
         self._thread.start()
         self._sweeper = asyncio.create_task(self._post_office.sweep())
+        self.begin_metrics()
         self._progress = LoadProgress("serving", 1, 1)
 
     # ---- epochs and generations: `Seats` says what they raise ----
@@ -295,6 +302,7 @@ class ExpertActor(SlotGiver, LayerCalls):
         deadline = Deadline(_FETCH_S)
         while (self._post_office.unfetched or (self._calls and self._calls.uncombined)) and not deadline.passed:
             await asyncio.sleep(_FETCH_POLL_S)
+        self.push_metrics()
         if self._engine is not None and self._engine.has_left:
             self._engine.close()
 

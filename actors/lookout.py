@@ -16,6 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from ray_moe.actors.announce import PeersTold
 from ray_moe.actors.remote import release_room
 from ray_moe.actors.routing import Registered
 from ray_moe.config import ClusterConfig
@@ -46,6 +47,7 @@ class Lookout:
         self._config, self._peers = config, peers
         self._asked: dict[int, _Asked] = {}
         self._said: dict[int, Peer] = {}
+        self._told = PeersTold()
         self.lost: dict[int, str] = {}  # everybody who died, with the reason
         self.lost_serving: dict[int, str] = {}
         self.live: tuple[PlacementSnapshot, ...] = ()
@@ -99,6 +101,8 @@ class Lookout:
         now = time.monotonic()
         for rank in [rank for rank in self._said if rank not in self._peers]:
             del self._said[rank]
+            if rank not in self.lost:
+                self._told.ended(rank)
         for rank, actor in self._peers.items():
             if rank not in self._asked:
                 self._asked[rank] = _Asked(now, asyncio.create_task(_report(actor)))
@@ -107,6 +111,8 @@ class Lookout:
         if waited:
             await asyncio.wait(waited, timeout=_LOOK_S)
         fallen = {rank: f"rank {rank} is gone" for rank in self._absent()}
+        for rank, detail in fallen.items():
+            self._told.lost(rank, detail)
         self.lost |= fallen
         self.lost_serving |= fallen
         for rank, asked in list(self._asked.items()):
@@ -114,6 +120,7 @@ class Lookout:
             if not detail:
                 continue
             self.lost[rank] = detail
+            self._told.lost(rank, detail)
             self._peers.pop(rank, None)
             release_room(self._config.name, rank)
             if rank in serving:
@@ -132,7 +139,8 @@ class Lookout:
         del self._asked[rank]
         error = asked.task.exception()
         if error is None:
-            self._said[rank] = asked.task.result()
+            said = self._said[rank] = asked.task.result()
+            self._told.said(rank, said.phase, said.generation)
             return ""
         if rank not in self._peers:  # it was ended meanwhile
             return ""

@@ -15,6 +15,7 @@ import numpy as np
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from ray_moe.actors.announce import tell_autopilot
 from ray_moe.actors.conductor import Conductor
 from ray_moe.actors.lookout import Lookout
 from ray_moe.config import AutopilotConfig, ClusterConfig
@@ -141,7 +142,8 @@ class Pilot:
             refused_at=self._refused_at(refused[-1], now) if refused else None,
             under_way=tuple(f"{one.kind} {one.number}" for one in control.operations),
         )
-        self._state, wanted = policy.decide(self._state, signals, now)
+        before, (self._state, wanted) = self._state, policy.decide(self._state, signals, now)
+        tell_autopilot(before, self._state, str(wanted.why))
         self.decision = wanted.why
         self._ask_for(wanted, config)
 

@@ -12,7 +12,7 @@ from ray_moe.actors.bringup import phase_backends
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Peer, PeerPhase
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.controlplane.operations import Operation
+from ray_moe.controlplane.operations import Operation, Passed
 from ray_moe.engine.records import EngineStatus, Members, ModelFacts
 from ray_moe.placement import PlacementSnapshot
 
@@ -137,7 +137,8 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class OperationRow:
-    """One operation, for people. Times are seconds of the wall clock, 0 for what has not happened."""
+    """One operation, for people. Times are seconds of the wall clock, 0 for what has not happened; `trail` are the
+    edges that it took, the newest last."""
 
     number: int
     kind: str
@@ -155,6 +156,7 @@ class OperationRow:
     moved_bytes: dict[str, int]
     pause_s: float
     reason: str
+    trail: tuple[Passed, ...] = ()
 
     @staticmethod
     def of(operation: Operation) -> OperationRow:
@@ -175,6 +177,7 @@ class OperationRow:
             moved_bytes=dict(operation.moved_bytes),
             pause_s=operation.pause_s,
             reason=operation.reason,
+            trail=operation.trail,
         )
 
 

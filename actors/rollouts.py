@@ -16,6 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from ray_moe.actors.announce import tell_rollout
 from ray_moe.actors.bringup import find_model, release_bundle
 from ray_moe.actors.conductor import Conductor
 from ray_moe.actors.lookout import Lookout
@@ -334,6 +335,7 @@ class Rollouts:
         others = tuple(one for one in self._rollouts if one.number != rollout.number)
         rollouts = (*others, rollout)[-_KEPT:]
         self._conductor.keep_rollouts(rollouts)
+        tell_rollout(self._rollouts[-1] if self._rollouts else None, rollout)
         self._rollouts = rollouts
         self._reserve()
 

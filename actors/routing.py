@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ray_moe.actors.announce import RegistryTold, log_as
 from ray_moe.actors.bringup import handle_abi
 from ray_moe.actors.collector import keep_what_is_loaded
 from ray_moe.actors.remote import was_restarted
@@ -69,6 +70,8 @@ class RoutingActor:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
+        log_as(config, "routing")
+        self._told = RegistryTold()
         self._registry = ReleaseRegistry(final_after_steps=config.final_after_steps)
         self._recovering = was_restarted()
         self._configs: dict[str, ClusterConfig] = {}
@@ -85,6 +88,7 @@ class RoutingActor:
         registry.forget_leases()
         registry.rebuild(leases)
         self._registry, self._configs, self._recovering = registry, configs, False
+        self._told.take_over(registry)
         self._changes += 1
 
     # ---- generations and leases ----
@@ -100,7 +104,7 @@ class RoutingActor:
         """The first release of a cluster. Raises `ReleaseError` naming what differs on which rank."""
         self._registry.launch(bundle, snapshot, observed, note)
         self._configs[bundle.release_id] = config
-        self._changes += 1
+        self._changed()
 
     async def publish(self, snapshot: PlacementSnapshot, bundle: ReleaseBundle, note: Note) -> None:
         """Make a verified placement the active generation of its release; nothing changes where it is that already.
@@ -110,7 +114,7 @@ class RoutingActor:
         self._require_known()
         if snapshot.digest not in {known.digest for known in self._registry.live()}:
             self._registry.publish(snapshot, bundle, note)
-            self._changes += 1
+            self._changed()
 
     async def acquire(self, holder: str, release_id: str | None = None) -> Grant:
         """A lease on the generation for new dispatches, or on that of a candidate in shadow or canary.
@@ -198,14 +202,15 @@ class RoutingActor:
     async def release(self, lease: Lease) -> None:
         """Take a lease back, exactly once; `GenerationError` otherwise."""
         self._registry.release(lease)
-        self._changes += 1
+        self._changed()
 
     async def bury(self, holder: str) -> int:
         """Release everything that a dead holder had; returns how many leases that were."""
         leases = self._registry.leases_of(holder)
         for lease in leases:
             self._registry.release(lease)
-        self._changes += bool(leases)
+        if leases:
+            self._changed()
         return len(leases)
 
     async def retire_due(self, committed_step: int, through: int = 0) -> tuple[PlacementSnapshot, ...]:
@@ -222,14 +227,15 @@ class RoutingActor:
                 with suppress(ReleaseError):  # `held` by a release
                     self._registry.release_hold(status.generation)
         retired = tuple(self._registry.retire_generation(generation) for generation in self._registry.retirable())
-        self._changes += bool(retired)
+        if retired:
+            self._changed()
         return retired
 
     async def retire(self, generation: int) -> None:
         """Retire one generation, or `RetirementRefusedError` naming its holders."""
         self._require_known()
         self._registry.retire_generation(generation)
-        self._changes += 1
+        self._changed()
 
     # ---- releases ----
 
@@ -252,14 +258,17 @@ class RoutingActor:
         self._changes += 1
         if name not in self._states():
             registry.build(bundle, note)
+            self._told.tell(registry)
         if self._states()[name] == State.BUILT:
             registry.verify(name, recomputed, note)
+            self._told.tell(registry)
         if self._states()[name] == State.VERIFIED:
             registry.load(name, snapshot, observed, note)
         self._configs[name] = config
         faults = control_faults(bundle, snapshot)
         if self._states()[name] == State.LOADED:
             faults["F08"] = disagreement(self._copy(), name)
+        self._told.tell(registry)
         return rehearsed(self._copy(), name), faults
 
     def _copy(self) -> ReleaseRegistry:
@@ -284,11 +293,12 @@ class RoutingActor:
         elif step.event == "activate_prior":
             waits = self._states(dispatching=True)
             registry.activate_prior(name, note, fresh if not waits else None)
+            self._told.tell(registry)
             if waits and fresh is not None and registry.active().generation < fresh[0].generation:
                 registry.publish(*fresh, note)  # numbers only go up: the candidate's was the highest
         else:
             getattr(registry, step.event)(name, note)
-        self._changes += 1
+        self._changed()
 
     async def newest(self) -> int:
         """The highest generation that any release has had."""
@@ -325,6 +335,11 @@ class RoutingActor:
     async def status(self) -> tuple[GenerationStatus, ...]:
         """Every generation with its state, references and holders."""
         return self._registry.generations()
+
+    def _changed(self) -> None:
+        """Generations or releases may stand elsewhere than before."""
+        self._changes += 1
+        self._told.tell(self._registry)
 
     def _require_known(self) -> None:
         """An empty registry must not answer as if nothing had ever been there."""

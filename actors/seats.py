@@ -276,7 +276,7 @@ class Seats:
 
     def heard(self, loop: EngineLoop) -> Heard:
         """What the controller needs to know of releases here."""
-        totals = {name: LayerCounters.total(layers.values()) for name, layers in self._counters.items()}
+        totals = self.by_release
         return Heard(
             rank=self._rank.value,
             roles=loop.division.now.number,
@@ -288,14 +288,16 @@ class Seats:
             did={
                 name: Did(
                     **asdict(tally),
-                    routes=totals[name].rows_local + totals[name].rows_sent if name in totals else 0,
-                    remote_routes=totals[name].rows_sent if name in totals else 0,
-                    replays=totals[name].replays if name in totals else 0,
-                    fallbacks=sum(totals[name].fallbacks.values()) if name in totals else 0,
+                    **_routes_of(totals.get(name, LayerCounters())),
                 )
                 for name, tally in tuple(loop.counters.releases.items())
             },
         )
+
+    @property
+    def by_release(self) -> dict[str, LayerCounters]:
+        """The sums over the layers, copied."""
+        return {name: LayerCounters.total(layers.values()) for name, layers in self._counters.items()}
 
     @property
     def all_counters(self) -> list[LayerCounters]:
@@ -363,3 +365,19 @@ class Seats:
         if self._routing is None:
             raise NotServingError(f"rank {self._rank} does not serve yet: it knows no routing actor")
         return self._routing
+
+
+def _routes_of(total: LayerCounters) -> dict[str, int]:
+    """Fields of `Did`."""
+    routes = total.routes
+    return {
+        "routes": routes.attempted.total(),
+        "dropped_routes": routes.dropped.total(),
+        "remote_routes": routes.remote.total(),
+        "inter_node_routes": routes.inter_node.total(),
+        "replays": total.replays,
+        "fallbacks": total.fallbacks.total(),
+        "mismatches": routes.mismatches.total(),
+        "stale_handles": routes.stale.total(),
+        "unconserved": routes.unconserved.total(),
+    }

@@ -20,6 +20,7 @@ from ray_moe.cli.options import (
     ConfigFile,
     Device,
     Dtype,
+    LogJson,
     Model,
     Name,
     Peers,
@@ -31,7 +32,7 @@ from ray_moe.cli.options import (
     cluster_config,
     parse_settings,
 )
-from ray_moe.cli.output import Output, output
+from ray_moe.cli.output import Output, log_json_as, output
 from ray_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def batch(
     device: Device = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = None,
+    log_json: LogJson = False,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,9 +93,13 @@ def batch(
     if model is not None or config is not None:
         if name is not None:
             raise ConfigError(f"--name {name}: a cluster of the job's own is named after its output; leave one out")
-        own = cluster_config(config, settings, model=model, name=_name_for(target), **cluster)
+        own = cluster_config(
+            config, settings, model=model, name=_name_for(target), log_json=log_json or None, **cluster
+        )
     elif settings or any(value is not None for value in cluster.values()):
         raise ConfigError("without --model or --config the job uses a cluster that runs, which has its own settings")
+    if log_json:
+        log_json_as("batch", own.name if own is not None else name or "default")
     # Torch, Ray and Arrow: a typing mistake above is told at once.
     from ray_moe.batch.job import BatchJob, run
 

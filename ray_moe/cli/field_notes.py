@@ -51,6 +51,10 @@ CLUSTER = {
     "demand_every_steps": "How often peers report what their routers asked for; 0: never.",
     "audit_rate": "Share of the steps whose routes are sealed and checked on the host. 0, or at least 0.000001.",
     "final_after_steps": "For so many committed steps a superseded placement can be rolled back to.",
+    "metrics_every_s": "How often what was counted goes to Ray's metrics endpoints, for Prometheus; 0: never.",
+    "trace_every_steps": "Spans of every so many-th step that has work go to OpenTelemetry, if its `OTEL_` variables say where; 0 is off. `ray-moe trace` needs none of it.",
+    "log_json": "Actors log a JSON document a line, one per state transition, with ids.",
+    "log_level": "`debug`, `info`, `warning` or `error`.",
     "host": "Where the HTTP API listens. Beyond loopback it asks for a key.",
     "port": "Of the HTTP API; 0: a free one.",
 }
@@ -85,6 +89,7 @@ SERVE = {
     "no_auth": "Serve without keys.",
     "api_key_digests": "SHA-256 of keys, in hexadecimal: what the application keeps of them.",
     "admin_token_digests": "The same of admin tokens.",
+    "log_json": "Replicas log a JSON document a line.",
 }
 
 REQUEST = {

@@ -17,6 +17,7 @@ from ray_moe.cli.connection import (
     cpus_for,
     is_up,
     locate,
+    metrics_endpoints,
     running_ray,
     serve_app,
     target_at,
@@ -31,6 +32,7 @@ from ray_moe.cli.options import (
     ConfigFile,
     Device,
     Dtype,
+    LogJson,
     Model,
     Name,
     NoAuth,
@@ -42,7 +44,7 @@ from ray_moe.cli.options import (
     TrustRemoteCode,
     cluster_config,
 )
-from ray_moe.cli.output import Output, output
+from ray_moe.cli.output import Output, log_json_as, output
 from ray_moe.cli.records import Record
 from ray_moe.errors import ConfigError, NotServingError
 
@@ -68,11 +70,15 @@ def up(
     api_keys_file: ApiKeysFile = None,
     admin_tokens_file: AdminTokensFile = None,
     no_auth: NoAuth = False,
+    log_json: LogJson = False,
     dtype: Dtype = None,
     device: Device = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = None,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Ray's dashboard, if a local Ray is started.")] = False,
+    metrics_port: Annotated[
+        int, typer.Option("--metrics-port", help="For Prometheus, of a local Ray that is started; 0: a free one.")
+    ] = 0,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
@@ -94,11 +100,14 @@ def up(
         device=device,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        log_json=log_json or None,
     )
+    if log_json:
+        log_json_as("up", wanted.name, wanted.log_level)
     with output(as_json) as out:
         # Before a Ray is started, and minutes before the model is loaded.
-        app_args = _app_args(wanted.host, api_keys_file, admin_tokens_file, no_auth) if http else None
-        with _ray_for(wanted, address, http, dashboard, out) as record:
+        app_args = _app_args(wanted, api_keys_file, admin_tokens_file, no_auth) if http else None
+        with _ray_for(wanted, address, http, dashboard, metrics_port, out) as record:
             document, started = _start(wanted, record, app_args, out)
             records.save(started)
         out.result(document)
@@ -137,7 +146,7 @@ def status(name: Name = None, address: Address = None, as_json: AsJson = False) 
         with attached(target):
             from ray_moe.cluster import connect
 
-            document = status_document(connect(chosen).status())
+            document = status_document(connect(chosen).status()) | {"metrics": metrics_endpoints()}
         record = records.load(chosen)
         http_url = record.http_url if record is not None and record.address == target.address else None
         out.result(document | {"address": target.address, "http_url": http_url})
@@ -145,6 +154,12 @@ def status(name: Name = None, address: Address = None, as_json: AsJson = False) 
             out.show(render_status(document))
             if http_url is not None:
                 out.show(f"HTTP: {http_url}")
+            out.show(_metrics_line(document["metrics"]))
+
+
+def _metrics_line(metrics: dict[str, Any]) -> str:
+    found = metrics["service_discovery"]
+    return f"metrics: {', '.join(metrics['targets']) or 'no endpoint'}" + (f" (all nodes: {found})" if found else "")
 
 
 def status_document(found: ClusterStatus) -> dict[str, Any]:
@@ -156,7 +171,9 @@ def status_document(found: ClusterStatus) -> dict[str, Any]:
 
 
 @contextmanager
-def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: bool, out: Output) -> Iterator[Record]:
+def _ray_for(
+    config: ClusterConfig, address: str | None, http: bool, dashboard: bool, metrics_port: int, out: Output
+) -> Iterator[Record]:
     """A connection to the Ray that the cluster shall run on, as the cluster's record; a head that was started for it is
     ended again when the block raises."""
     known = records.load(config.name)
@@ -174,6 +191,7 @@ def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: 
         return
     if http:
         require_free(config.host, config.port)  # on a new Ray nobody else's Serve can have it rightly
+    require_free("127.0.0.1", metrics_port)
     out.say("starting Ray on this machine")
     record = start_head(
         config.name,
@@ -181,6 +199,7 @@ def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: 
         num_cpus=cpus_for(config),
         dashboard=dashboard,
         seconds=config.start_deadline_s,
+        metrics_port=metrics_port,
     )
     try:
         with attached(target_of(record)):
@@ -190,12 +209,13 @@ def _ray_for(config: ClusterConfig, address: str | None, http: bool, dashboard: 
         raise
 
 
-def _app_args(host: str, api_keys: Path | None, admin_tokens: Path | None, no_auth: bool) -> AppArgs:
+def _app_args(config: ClusterConfig, api_keys: Path | None, admin_tokens: Path | None, no_auth: bool) -> AppArgs:
     """Who may use the HTTP API. Raises `ConfigError` for keys that cannot be read, and for an address that others reach
     without a key."""
     from ray_moe.serve.keys import guarded_args
 
-    return guarded_args(host, api_keys, admin_tokens, no_auth=no_auth)
+    found = guarded_args(config.host, api_keys, admin_tokens, no_auth=no_auth)
+    return found.model_copy(update={"log_json": config.log_json})
 
 
 def _start(

@@ -16,6 +16,7 @@ import typer
 from ray_moe import __version__
 from ray_moe.cli.batch import batch
 from ray_moe.cli.config import config
+from ray_moe.cli.dashboards import dashboards
 from ray_moe.cli.demo import demo
 from ray_moe.cli.elastic import cancel, drain, rebalance, scale
 from ray_moe.cli.generate import generate
@@ -26,6 +27,8 @@ from ray_moe.cli.output import report
 from ray_moe.cli.plan import plan
 from ray_moe.cli.release import release
 from ray_moe.cli.simulate import simulate
+from ray_moe.cli.top import top
+from ray_moe.cli.trace import trace
 from ray_moe.errors import ConfigError, RayMoEError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -34,13 +37,14 @@ app = typer.Typer(
     help="Serve Mixture-of-Experts models on a Ray cluster.", add_completion=False, pretty_exceptions_enable=False
 )
 for verb in (
-    *(up, down, status, ledger, generate, batch, demo),
+    *(up, down, status, top, ledger, trace, generate, batch, demo),
     *(rebalance, scale, drain, cancel, history),
     *(plan, simulate),
 ):
     app.command()(verb)
 app.add_typer(release, name="release")
 app.add_typer(config, name="config")
+app.add_typer(dashboards, name="dashboards")
 
 
 def _print_version(wanted: bool) -> None:

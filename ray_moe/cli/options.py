@@ -69,6 +69,10 @@ AdminTokensFile = Annotated[
         help="Tokens that open the admin routes (also: RAY_MOE_ADMIN_TOKENS); without any, these are off.",
     ),
 ]
+LogJson = Annotated[
+    bool,
+    typer.Option("--log-json", help="Log a JSON document a line: actors, replicas, and this command on stderr."),
+]
 NoAuth = Annotated[bool, typer.Option("--no-auth", help="Let everybody in who reaches the HTTP API's address.")]
 
 Settings = Annotated[

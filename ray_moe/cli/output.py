@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -66,6 +66,18 @@ class Output:
         self._aside.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
+    def screen(self, drawn: RenderableType) -> Iterator[Callable[[], None]]:
+        """The answer for people, drawn again whenever what this gives is called: over a whole terminal, and four times
+        a second besides; where there is none, one below the other."""
+        if not self._people.is_terminal:
+            yield lambda: self.show(drawn)
+            return
+        from rich.live import Live
+
+        with Live(drawn, console=self._people, screen=True) as live:
+            yield live.refresh
+
+    @contextmanager
     def loading(self) -> Iterator[OnProgress | None]:
         """A progress bar per rank for `cluster.start`, on a terminal only."""
         if not self._aside.is_terminal:
@@ -91,6 +103,13 @@ class Output:
                     )
 
             yield draw
+
+
+def log_json_as(command: str, cluster: str, level: str = "info") -> None:
+    """What this process's modules log is a JSON document a line, on stderr."""
+    from ray_moe.events import configure
+
+    configure(as_json=True, level=level, cluster=cluster, actor=command)
 
 
 def report(message: str, kind: str, exit_code: int, *, as_json: bool, param: str | None = None) -> None:

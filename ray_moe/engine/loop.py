@@ -7,8 +7,6 @@ already on its way, so the agreement costs no time of its own.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -18,20 +16,23 @@ import torch
 from ray_moe.comm.agreement import Agreement
 from ray_moe.comm.transports import Transport
 from ray_moe.dataplane.route_counts import RouteCounts
-from ray_moe.deadline import wait_event
 from ray_moe.engine.bare import BareLayers
 from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.demand import DemandReporter
 from ray_moe.engine.generation import Departure, GenerationView
+from ray_moe.engine.inbox import Inbox
 from ray_moe.engine.kvcache import KVCache
 from ray_moe.engine.offer import Agreeing, offer
 from ray_moe.engine.pacing import SLEEP_HEARTBEAT_S, Pacing
+from ray_moe.engine.ran import Ran
 from ray_moe.engine.records import Load, Outlet, Refusal, StreamRecord
 from ray_moe.engine.roles import Division, Roles, hand_on
 from ray_moe.engine.scheduler import Request, Scheduler
-from ray_moe.engine.state import LOOP_TABLE, LoopCounters, LoopState, Switch
+from ray_moe.engine.state import LoopCounters, LoopState, Switch, advance
+from ray_moe.engine.told import tell_switch, tell_transition
+from ray_moe.engine.trace import Recorder, unmarked
 from ray_moe.engine.trunk import Trunk
-from ray_moe.engine.unit_runner import Ran, UnitRunner
+from ray_moe.engine.unit_runner import UnitRunner
 from ray_moe.engine.units import StepPlan
 from ray_moe.errors import (
     AgreementError,
@@ -50,7 +51,8 @@ class EngineLoop:
 
     `blocks` are the trunk's MoE blocks as they were probed, `shared` those whose shared expert runs beside the
     exchange. What `route_counts` counted is reported every `demand_every_steps` steps. Decode units are replayed from
-    graphs of `graph_sizes` rows; `look_ahead` commits a step when the next one is launched.
+    graphs of `graph_sizes` rows; `look_ahead` commits a step when the next one is launched. `trace` says which steps
+    are recorded.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EngineLoop:
         demand_every_steps: int = 0,
         graph_sizes: Sequence[int] = (),
         look_ahead: bool = False,
+        trace: Recorder | None = None,
     ) -> None:
         self.rank, self.trunk, self.cache, self.scheduler = rank, trunk, cache, scheduler
         self.view, self.outlet = view, outlet
@@ -79,10 +82,9 @@ class EngineLoop:
         self._newest: GenerationView | Departure = view
         self.division = Division()
         self._left_behind: list[Transport] = []  # of past epochs: a peer may still be reading from them
-        self._inbox: deque[tuple[Callable[[], None], bool]] = deque()
-        self._wake = threading.Event()
-        self._lock = threading.Lock()
-        self._closed = self._stop = False
+        self._inbox = Inbox()
+        self._stop = False
+        self.trace = trace or Recorder(rank)
         self.load = self._look_at_load()
         self._pacing = Pacing()
         self._units = UnitRunner(
@@ -107,14 +109,20 @@ class EngineLoop:
             while not agreed.stop:
                 self._pace(agreed)
                 started = perf_counter()
-                main, roles = self.view, self.division.now
+                spans = self.trace.begin(agreed) if self.trace.armed else None
+                mark = spans.mark if spans is not None else unmarked
+                main, roles, step = self.view, self.division.now, agreed
                 turn = roles.of_step(agreed.step, main)  # as it was planned
                 self._take_roles(agreed.roles)
-                self._take_inbox()
+                self._inbox.take(self._settle)
                 next_plan = self._plan(agreed.step + 1)
+                mark("plan")
                 ticket = self._offer(next_plan)
-                self._deliver(self._units.run(plan, agreed, turn))
+                mark("offer")
+                self._deliver(self._units.run(plan, agreed, turn, spans))
+                mark("units")
                 self.bare.run(agreed, turn)
+                mark("bare layers")
                 self.counters.committed_step = agreed.step - self._units.steps_in_flight
                 if self.division.now is not roles:
                     self._settle()  # a view that goes may be what the device runs
@@ -123,14 +131,18 @@ class EngineLoop:
                     self.outlet.lease_returned(ended.pop(0))
                 executed = perf_counter()
                 self.counters.steps_agreed += 1
-                ran = agreed.step
-                worked, agreed, plan = agreed.prefill or agreed.decode or agreed.bare, ticket.result(), next_plan
-                self._demand.step_done(main, ran, is_last=agreed.generation != main.generation)
+                ran, agreed = plan, ticket.result()
+                plan = next_plan
+                mark("agreement")
+                self._demand.step_done(main, step.step, is_last=agreed.generation != main.generation)
                 self._close_left_behind()
                 while agreed.generation != self.view.generation:
                     agreed, plan = self._switch(agreed, plan)
+                    mark("switch")
                 self.load = self._look_at_load()
-                if worked:
+                if spans is not None:
+                    self.trace.end(spans, step, turn.view, sum(unit.num_tokens for unit in ran.units))
+                if step.prefill or step.decode or step.bare:
                     self.counters.count_work(perf_counter() - started)
                     self.counters.seconds_agreeing += perf_counter() - executed
             self._settle()
@@ -170,8 +182,10 @@ class EngineLoop:
         """Plan by the agreed roles from here on. The step at hand is planned already, and runs as it was."""
         main = self.division.take(number).main
         if main is not None and main.generation > self.view.generation:
-            self.view = self._newest = main
+            past, self.view, self._newest = self.view, main, main
             self._staged = {main.generation: main}
+            step = self.counters.committed_step + 1
+            tell_switch(self.rank, past, main, Switch(main.generation, main.epoch, step, 0.0), "roles")
 
     def _switch(self, agreed: Agreement, plan: StepPlan) -> tuple[Agreement, StepPlan]:
         """Take the agreed generation at this boundary; no local handle of an earlier one is left: steps are whole.
@@ -197,9 +211,9 @@ class EngineLoop:
         if following.epoch != past.epoch:
             self._left_behind.append(past.transport)
             agreed, plan = self._open_epoch(plan)
-        self.counters.switches.append(
-            Switch(following.generation, following.epoch, agreed.step, perf_counter() - started)
-        )
+        switch = Switch(following.generation, following.epoch, agreed.step, perf_counter() - started)
+        self.counters.switches.append(switch)
+        tell_switch(self.rank, past, following, switch, "stage")
         return agreed, plan
 
     def _close_left_behind(self) -> None:
@@ -222,10 +236,10 @@ class EngineLoop:
             slept = seconds == SLEEP_HEARTBEAT_S
             if slept:
                 self._advance("sleep")
-            wait_event(self._wake, seconds)
+            self._inbox.sleep(seconds)
             if slept:
                 self._advance("wake")
-        self._wake.clear()
+        self._inbox.look()
         if slept or self._has_news():
             self.outlet.wake_peers()
 
@@ -301,7 +315,7 @@ class EngineLoop:
         """Somebody else saw a peer die: give the epoch up now instead of at the next collective's deadline."""
 
         def give_up() -> None:
-            if not self._closed:  # else it is given up already
+            if not self._inbox.closed:  # else it is given up already
                 raise CollectiveError(detail, self.rank, self.view.epoch)
 
         self.post(give_up)
@@ -316,7 +330,7 @@ class EngineLoop:
 
     def wake(self) -> None:
         """A peer has work."""
-        self._wake.set()
+        self._inbox.wake()
 
     def close(self) -> None:
         """Drop the epoch's groups: who waits in a node's or the relays' is freed too.
@@ -329,11 +343,8 @@ class EngineLoop:
     def post(self, action: Callable[[], None], *, settled: bool = True) -> None:
         """Run `action` on the loop's thread before the next plan, by default with every step committed; raises the
         failure's name once the loop has ended."""
-        with self._lock:
-            if self._closed:
-                raise self.failure or NotServingError(f"rank {self.rank} is {self.state.value}")
-            self._inbox.append((action, settled))
-        self._wake.set()
+        if not self._inbox.post(action, settled=settled):
+            raise self.failure or NotServingError(f"rank {self.rank} is {self.state.value}")
 
     # ---- details ----
 
@@ -350,13 +361,6 @@ class EngineLoop:
     def _has_news(self) -> bool:
         return bool(self._inbox) or self.scheduler.has_work or len(self.bare) > 0
 
-    def _take_inbox(self) -> None:
-        while self._inbox:
-            action, settled = self._inbox.popleft()
-            if settled:
-                self._settle()
-            action()
-
     def _settle(self) -> None:
         """Commit what the device still runs: what comes next must not find a step under way."""
         behind = self._units.steps_in_flight
@@ -365,11 +369,7 @@ class EngineLoop:
 
     def _deliver(self, parts: Sequence[Ran]) -> None:
         for part in parts:
-            where = (part.step, part.view.generation, part.view.epoch)
-            records = [
-                StreamRecord(item.request_id, item.index, (item.token_id,), *where, item.finish_reason, item.logprobs)
-                for item in part.emissions
-            ]
+            records = part.records()
             if records:
                 self.counters.tokens_emitted += len(records)
                 self.outlet.deliver(records)
@@ -382,18 +382,16 @@ class EngineLoop:
 
     def _give_up(self, error: RayMoEError) -> None:
         """No request may be left waiting: close the inbox first, then refuse what is in it and what was running."""
-        with self._lock:
-            self._closed = True
-        self._take_inbox()
+        self._inbox.close()
+        self._inbox.take(self._settle)
         self.outlet.deliver([Refusal(request_id, error) for request_id in self.scheduler.drain()])
         self.bare.drain(error)
         self.load = self._look_at_load()
 
     def _advance(self, event: str) -> None:
-        following = LOOP_TABLE[self.state].get(event)
-        if following is None:
-            raise RayMoEError(f"rank {self.rank}: loop event {event!r} is illegal in state {self.state.value}")
-        self.state = following
+        before, self.state = self.state, advance(self.rank, self.state, event)
+        step = self.counters.committed_step
+        tell_transition(self.rank, before, self.state, event, self.view, step, self.failure)
 
 
 class _Left(Exception):

@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ray_moe.comm.agreement import Agreement
-from ray_moe.dataplane.layer import Invocation
+from ray_moe.dataplane.layer import ExpertLayer, Invocation
 from ray_moe.dataplane.phases import FallbackReason, Phase
+from ray_moe.dataplane.spans import Spans
+from ray_moe.dataplane.traced import traced
 from ray_moe.deadline import poll
 from ray_moe.engine.blocks import BlockFacts, SharedPath
 from ray_moe.engine.decode_graph import DecodeGraphs, recorder_on
 from ray_moe.engine.generation import GenerationView
 from ray_moe.engine.kvcache import KVCache
+from ray_moe.engine.ran import Ran
 from ray_moe.engine.roles import Turn
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Scheduler
 from ray_moe.engine.state import LoopCounters, ReleaseTally
 from ray_moe.engine.steering import TokenLogprobs, logprobs_of
 from ray_moe.engine.trunk import Binding, Trunk
-from ray_moe.engine.units import Emission, Row, StepPlan, UnitBatch, UnitPlan, pack_unit
+from ray_moe.engine.unit_times import UnitTimes
+from ray_moe.engine.units import Row, StepPlan, UnitBatch, UnitPlan, pack_unit
 from ray_moe.errors import CollectiveError, DeadlineError
 from ray_moe.routes import Routes
 
@@ -38,15 +42,6 @@ _LOG = logging.getLogger(__name__)
 # A device that has not done a step after so long never will.
 _STEP_S = 120.0
 _SPIN_S = 100e-6
-
-
-@dataclass(frozen=True)
-class Ran:
-    """The units of a step that ran under one view, and what they gave."""
-
-    view: GenerationView
-    step: int
-    emissions: list[Emission] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,6 +115,9 @@ class UnitRunner:
         self._blocks, self._counters = blocks, counters
         self._audit_every = round(1 / audit_rate) if audit_rate > 0 else 0
         self._view: GenerationView | None = None
+        self._layers: Mapping[int, ExpertLayer] = {}  # the view's, or such as record
+        self._spans: Spans | None = None  # of a step that is recorded
+        self._times = UnitTimes(cache.device)
         self._invocation = Invocation(0, "decode")
         self._counted: set[int] | None = None  # layers that counted the routes of a unit that may have to run again
         self._empty_TD = torch.zeros(0, trunk.hidden_size, dtype=trunk.dtype, device=trunk.device)
@@ -177,15 +175,17 @@ class UnitRunner:
             for rows in reversed(graphs.sizes):  # smaller graphs find room in what larger ones took
                 self._capture(graphs, view, rows)
 
-    def run(self, plan: StepPlan, agreed: Agreement, turn: Turn) -> list[Ran]:
+    def run(self, plan: StepPlan, agreed: Agreement, turn: Turn, spans: Spans | None = None) -> list[Ran]:
         """The agreed units in order, as `turn` says; without rows of our own we join each layer with zero tokens.
-        Returns what has been committed: this step, or, where a step is committed later, those before it.
+        Returns what has been committed: this step, or, where a step is committed later, those before it. A step that is
+        recorded has `spans`.
 
         What a canary of the same checkpoint cannot run is its fault, and runs under the view that serves instead, like
         the rest of the step. All peers find that together, or the epoch breaks: a layer refuses on all of them before
         rows move, and where one alone stops while they move it drops the epoch. Requests of another checkpoint can run
         under no other view: what such a canary cannot run is an error of the loop.
         """
+        self._spans = spans
         audit = self._audit_every > 0 and agreed.step % self._audit_every == 0
         for view in (turn.view, turn.shadow):
             if view is not None:
@@ -209,6 +209,7 @@ class UnitRunner:
             if not done:
                 logits_BV = self._outputs(view, invocation, batch)
             self._counted = None
+            self._counters.units_of(view.release_id).ran(kind, invocation.fell_back)
             if not parts or parts[-1][0] is not view:
                 parts.append((view, []))
             if logits_BV is None or batch is None or unit is None:
@@ -234,6 +235,14 @@ class UnitRunner:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
+        if self._spans is None:
+            return self._commit(step)
+        with self._spans.span("commit"):
+            ran = self._commit(step)
+        self._times.committed(self._spans, step.step)
+        return ran
+
+    def _commit(self, step: _InFlight) -> list[Ran]:
         tokens, start, ran = step.tokens(), 0, []
         for view, launched in step.parts:
             view.transport.check()  # a launch that gave up waiting for a peer has ended too
@@ -287,7 +296,15 @@ class UnitRunner:
 
     def _outputs(self, view: GenerationView, invocation: Invocation, batch: UnitBatch | None) -> Tensor | None:
         """A unit's logits under a view; None without rows."""
-        self._view, self._invocation = view, invocation
+        self._view, self._invocation, self._layers = view, invocation, view.layers
+        if self._spans is None:
+            return self._compute(view, invocation, batch)
+        self._layers = traced(view.layers, self._spans)
+        name = f"shadow {invocation.unit}" if invocation.shadow else invocation.unit
+        with self._times.unit(self._spans, invocation.step, name):
+            return self._compute(view, invocation, batch)
+
+    def _compute(self, view: GenerationView, invocation: Invocation, batch: UnitBatch | None) -> Tensor | None:
         if invocation.unit == "decode" and self._counted is None and not invocation.shadow:
             graphs = self._graphs.get(id(view.trunk.model))
             if graphs is not None and (rows := self._admitted(graphs, view, invocation, batch)):
@@ -311,6 +328,7 @@ class UnitRunner:
             decision = FallbackReason.KEY_MISMATCH
         for layer in view.layers.values():
             layer.counters.fallbacks[decision] += 1
+        invocation.fell_back.append(decision)
         return 0
 
     def _capture(self, graphs: DecodeGraphs, view: GenerationView, rows: int) -> bool:
@@ -325,7 +343,7 @@ class UnitRunner:
         return graphs.failure is None
 
     def _join_empty(self, view: GenerationView) -> None:
-        for index, layer in view.layers.items():
+        for index, layer in self._layers.items():
             layer.join_empty(self._empty_TD, view.trunk.top_k, self._blocks[index].gate, self._invocation)
 
     def _experts(self, layer: int, shared: SharedPath | None) -> Binding:
@@ -343,10 +361,10 @@ class UnitRunner:
                 origin_partition=f"rank-{self._rank}",
             )
             if shared is None:
-                out_TD = self._view.layers[layer].forward(hidden_TD, routes, invocation)
+                out_TD = self._layers[layer].forward(hidden_TD, routes, invocation)
             else:
                 shared.begin(hidden_TD)
-                out_TD = self._view.layers[layer].forward(hidden_TD, routes, invocation, shared.run)
+                out_TD = self._layers[layer].forward(hidden_TD, routes, invocation, shared.run)
                 shared.end()
             if counted is not None:
                 counted.add(layer)

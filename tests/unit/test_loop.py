@@ -12,9 +12,10 @@ import torch
 from ray_moe.comm.hierarchical import Hierarchical
 from ray_moe.comm.solo import SoloGroup
 from ray_moe.dataplane.captured import DecodeBucket
-from ray_moe.engine.loop import LOOP_TABLE, EngineLoop, LoopState
+from ray_moe.engine.loop import EngineLoop, LoopState
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
+from ray_moe.engine.state import LOOP_TABLE
 from ray_moe.engine.unit_runner import UnitRunner
 from ray_moe.errors import CollectiveError, NotServingError, PeerLostError, RayMoEError, RequestError, StaleHandleError
 from ray_moe.topology import Domain, Topology
