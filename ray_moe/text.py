@@ -5,11 +5,12 @@ The engine knows token ids only. Stop strings live here, with whoever holds the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ray_moe.errors import ConfigError, RequestError
 
@@ -61,7 +62,8 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, keep_special: bool = False
     ) -> None:
-        self._tokenizer, self._stop, self._keep_special = tokenizer, tuple(stop), keep_special
+        self._stop = tuple(stop)
+        self._text = _decoder(tokenizer, skip_special_tokens=not keep_special)
         self._ids: list[int] = []
         self._decoded_from = self._read_from = 0
         self._held = ""
@@ -92,13 +94,6 @@ class TextStream:
         self._decoded_from, self._read_from = self._read_from, len(self._ids)
         return whole[len(before) :]
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=not self._keep_special, clean_up_tokenization_spaces=False
-            )
-        )
-
     def _release(self, last: bool) -> str:
         found = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
         if found:
@@ -114,3 +109,16 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that `text` ends with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Token ids to text. A stream decodes two short lists per token, and most of what transformers takes for that is
+    looking at what it was given: its tokenizers that decode with `tokenizers` alone are asked there."""
+    kind = type(tokenizer)
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and (kind.decode, kind._decode) == (
+        PreTrainedTokenizerFast.decode,
+        PreTrainedTokenizerFast._decode,
+    ):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return lambda ids: str(tokenizer.decode(ids, **options))

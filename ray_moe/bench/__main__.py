@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray_moe.bench import autoscale, batch, elastic_rows, engine, front_door, layer, payload, planner
+from ray_moe.bench import autoscale, batch, elastic_rows, engine, front_door, layer, metrics, payload, planner
 from ray_moe.bench.elastic import Size
 from ray_moe.bench.report import Row, show, write
 from ray_moe.priority import USUAL_PRIORITY
@@ -23,9 +23,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row
     "autoscale": ("The autopilot beside fixed clusters, SIMULATED", autoscale.run, autoscale.table),
     "batch": ("A batch job beside the engine alone, 2 peers", batch.run, lambda rows: rows),
     "front-door": ("HTTP beside the SDK, 2 peers, one client process", front_door.run, lambda rows: rows),
+    "metrics": ("A step with and without the export of metrics, 2 peers, in turns", metrics.run, lambda rows: rows),
     "payload": ("Dispatch formats on the embedded model's rows: bytes and errors", payload.run, lambda rows: rows),
 }
-FRONT_DOORS = frozenset({"batch", "front-door"})  # their records are called by their names alone
+FRONT_DOORS = frozenset({"batch", "front-door", "metrics"})  # their records are called by their names alone
 ELASTIC = "elastic"
 
 

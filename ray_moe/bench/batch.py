@@ -30,7 +30,7 @@ from ray_moe.models import tiny_moe_path
 from ray_moe.sdk import Client
 from ray_moe.text import load_tokenizer
 
-PEERS, PROMPTS, NEW_TOKENS, REPEATS = 2, 2000, 64, 3
+PEERS, PROMPTS, NEW_TOKENS, REPEATS = 2, 1600, 64, 3
 _NAME = "bench-batch"
 
 

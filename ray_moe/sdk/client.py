@@ -183,7 +183,7 @@ class Client:
         except asyncio.CancelledError:
             # Whoever stops waiting for the answer may leave a request that was admitted: `_close` cancels it, and it is
             # followed like any other unless the answer, when it comes, says that it never was.
-            answer.add_done_callback(partial(self._settle, wire_id))
+            answer.add_done_callback(partial(self._settle, link, wire_id))
             raise
         finally:
             opened.submitting = False
@@ -191,9 +191,11 @@ class Client:
             link.cancel(wire_id)
         self._keep_polling(link)
 
-    def _settle(self, wire_id: str, answer: asyncio.Task[None]) -> None:
+    def _settle(self, link: Link, wire_id: str, answer: asyncio.Task[None]) -> None:
         if not answer.cancelled() and answer.exception() is not None:
             self._forget(wire_id)
+        elif wire_id in self._wires:
+            link.cancel(wire_id)  # the one before may have overtaken the submission: Ray orders no two calls here
 
     def _choose(self, tried: set[int]) -> Link:
         """The peer with the fewest outstanding tokens of ours; ties take turns, starting anywhere."""
@@ -271,6 +273,8 @@ class Client:
             opened.take(item)
         if opened.ended:
             self._forget(item.request_id)
+        elif opened.abandoned or opened.cancelling:
+            link.cancel(item.request_id)  # it still runs: what was said before was lost, or is on its way
 
     def _follow(self, opened: OpenStream, rank: int | None) -> None:
         """A stay has ended, and another begins on `rank`, if any."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from ray_moe.deadline import Deadline
+from ray_moe.engine.records import StreamRecord
 from ray_moe.engine.steering import TokenLogprobs
 from ray_moe.serve.asking import Bounds, ToolUse, Work, grammar_of, prompts_of, tool_use, work_of
 from ray_moe.serve.generation import Backend, Backends, Step, TextGeneration
@@ -36,10 +37,10 @@ async def prepare(backends: Backends, backend: Backend, body: CompletionRequest 
 class Answer:
     """One request's generations, to be closed by whoever started it: what still runs then ends within a step.
 
-    `deadline` bounds the whole answer. `complete` is for whoever delivers it to say.
+    `deadline` bounds the whole answer. `begun` and `complete` are for whoever delivers it to say.
     """
 
-    complete = False
+    begun = complete = False
 
     def __init__(
         self, backends: Backends, backend: Backend, work: Work, request_id: str, deadline: Deadline | None = None
@@ -67,6 +68,12 @@ class Answer:
         """What has been delivered so far."""
         return Usage(self._work.prompt_tokens, sum(self._counts))
 
+    @property
+    def latest(self) -> StreamRecord | None:
+        """The last step of any choice that was read; None before the first."""
+        found = [one.latest for one in self._generations if one.latest is not None]
+        return max(found, key=lambda record: record.step, default=None)
+
     async def parts(self) -> AsyncIterator[Part]:
         """Parts of all choices as they come, up to the last one's finish reason. Raises as `TextGeneration.steps`."""
         left = len(self._generations)
@@ -78,7 +85,10 @@ class Answer:
                 return
 
     async def whole(self, on_part: Callable[[], None] | None = None) -> list[Choice]:
-        """Every choice from its first part to its last; `on_part` is called at each. Raises as `parts`."""
+        """Every choice from its first part to its last; `on_part` is called at each, of which there are few. Raises as
+        `parts`."""
+        for generation in self._generations:
+            generation.patient = True
         choices = [Choice() for _ in self._generations]
         async for part in self.parts():
             if on_part is not None:

@@ -20,9 +20,12 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from ray_moe.actors.collector import keep_what_is_loaded
+from ray_moe.actors.exporter import Exporter, RaySink
 from ray_moe.cluster import connect
 from ray_moe.deadline import Deadline, pause
 from ray_moe.errors import ConfigError, NotServingError
+from ray_moe.events import configure
+from ray_moe.metrics import REPLICA_BUDGET
 from ray_moe.serve.access import AccessRules
 from ray_moe.serve.admission import Capacity
 from ray_moe.serve.api import Limits, openai_api
@@ -30,6 +33,7 @@ from ray_moe.serve.asking import Bounds
 from ray_moe.serve.generation import Backends, ClusterDoor
 from ray_moe.serve.keys import API_KEYS, Keys, args_for, with_digests
 from ray_moe.serve.schema import AppArgs
+from ray_moe.telemetry import requests_of
 from ray_moe.text import load_tokenizer
 
 # Ray Serve's own bound on a replica's requests lies so far above ours: what is too much is refused in OpenAI's words,
@@ -67,7 +71,15 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     )
 
     def api() -> FastAPI:
-        made = openai_api(Backends(door), limits=limits, rules=rules, cluster=lambda: connect(door.cluster_name))
+        configure(as_json=parsed.log_json, cluster=parsed.cluster, actor="http")
+        made = openai_api(
+            Backends(door),
+            limits=limits,
+            rules=rules,
+            cluster=lambda: connect(door.cluster_name),
+            export=Exporter(RaySink(), REPLICA_BUDGET, {"cluster": door.cluster_name}),
+            requests=requests_of(),
+        )
         keep_what_is_loaded()  # in the replica's process, between whose tokens no full collection may fall
         return made
 

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ray.exceptions import RayActorError
 from transformers import PreTrainedTokenizerBase
 
 from ray_moe.cluster import connect
@@ -22,7 +21,7 @@ from ray_moe.deadline import Deadline, wait_for
 from ray_moe.engine.records import StreamRecord
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.steering import TokenLogprobs
-from ray_moe.errors import ConfigError, DeadlineError, NotServingError, PeerLostError, RayMoEError, RequestError
+from ray_moe.errors import ConfigError, DeadlineError, NotServingError, PeerLostError, RequestError
 from ray_moe.guidance import Grammars
 from ray_moe.sdk import Client
 from ray_moe.serve.tools import ToolForm
@@ -31,10 +30,8 @@ from ray_moe.text import TextStream, load_tokenizer
 _T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 
-# How long a replica looks for its cluster before it answers 504, and tries to cancel what nobody reads.
+# How long a replica looks for its cluster before it answers 504.
 _LOOK_UP_S = 60.0
-_CANCEL_S = 30.0
-_CANCEL_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,10 @@ class Backend:
     @property
     def request_deadline_s(self) -> float:
         return self.client.directory.config.request_deadline_s
+
+    @property
+    def metrics_every_s(self) -> float:
+        return self.client.directory.config.metrics_every_s
 
     def room_after(self, prompt_tokens: int) -> int:
         """How many tokens can follow a prompt of this size: positions end, and so does a peer's KV cache.
@@ -190,7 +191,12 @@ class TextGeneration:
 
     It runs in a task of its own, because a reader may be cancelled anywhere and must still be able to end it. With
     `keep_special` special tokens are text, all but the one that ends it. It ends with `DeadlineError` at `deadline`.
+
+    A `patient` reader wants the first step and the last: what comes between them is not looked at until then, unless
+    there are stop strings to look for.
     """
+
+    patient = False
 
     def __init__(
         self,
@@ -206,11 +212,11 @@ class TextGeneration:
         self.request_id = request_id
         self._backends, self._backend, self._deadline = backends, backend, deadline
         self._text = TextStream(backend.tokenizer, params.stop, keep_special=keep_special)
-        self._keep_special = keep_special
+        self._keep_special, self._stops = keep_special, bool(params.stop)
         self._arrived: deque[StreamRecord | None] = deque()  # None is the last
+        self.latest: StreamRecord | None = None  # that was read
         self._news = asyncio.Event()
         self._pump = backends.spawn(self._run(prompt_ids, params))
-        self._cancelling: asyncio.Task[None] | None = None
 
     async def steps(self) -> AsyncIterator[Step]:
         """Steps up to and including the one with a finish reason, `stop` when a stop string was found. What came while
@@ -220,31 +226,31 @@ class TextGeneration:
         """
         tokens = 0
         while True:
-            text, reason = "", None
-            scored: list[tuple[int, TokenLogprobs]] = []
-            for record in await self._next():
-                count, piece, reason = self._read(record)
-                tokens, text = tokens + count, text + piece
-                scored += zip(record.token_ids, record.logprobs, strict=False)
-                if reason is not None:
-                    break
-            yield Step(text, tokens, reason, tuple(scored))
+            records = await self._next()
+            count, text, reason = self._read(records)
+            tokens += count
+            scored = [pair for record in records for pair in zip(record.token_ids, record.logprobs, strict=False)]
+            yield Step(text, tokens, reason, tuple(scored[:count]))
             if reason is not None:
                 return
 
-    def _read(self, record: StreamRecord) -> tuple[int, str, str | None]:
-        """Its tokens, up to the one that completed a stop string; the text that is certain after them; why it ended."""
-        count, text = 0, ""
-        for token in record.token_ids:
-            count += 1
-            if self._keep_special and record.finish_reason == "stop":
-                break  # one token per record: this is the one that says it ended
+    def _read(self, records: Sequence[StreamRecord]) -> tuple[int, str, str | None]:
+        """Their tokens, up to the one that completed a stop string; the text that is certain after them; why it ended.
+
+        All of them are decoded at once, or one by one where it matters which one completes a stop string.
+        """
+        reason = records[-1].finish_reason
+        tokens = [token for record in records for token in record.token_ids]
+        # The token that ends it is counted, and no text.
+        said = tokens[:-1] if self._keep_special and reason == "stop" else tokens
+        text = "" if self._stops else self._text.push(said)
+        for count, token in enumerate(said if self._stops else (), 1):
             text += self._text.push((token,))
             if self._text.stopped:
                 return count, text, "stop"
-        if record.finish_reason is not None:
+        if reason is not None:
             text += self._text.finish()
-        return count, text, "stop" if self._text.stopped else record.finish_reason
+        return len(tokens), text, "stop" if self._text.stopped else reason
 
     async def _next(self) -> list[StreamRecord]:
         """What has arrived, once there is something; an error that follows it is raised the next time."""
@@ -260,6 +266,7 @@ class TextGeneration:
             records.append(record)
             self._arrived.popleft()
         if records:
+            self.latest = records[-1]
             return records
         if record is None:
             await self._pump  # raises what ended it
@@ -270,10 +277,13 @@ class TextGeneration:
 
     async def _wait(self) -> None:
         """Until something has arrived. Raises `DeadlineError`."""
+        self._news.clear()
+        if self.patient and self._deadline is None:
+            await self._news.wait()  # the client has a deadline for each token, and ends its stream then
+            return
         seconds = self._backend.request_deadline_s
         if self._deadline is not None:
-            seconds = min(seconds, self._deadline.left)
-        self._news.clear()
+            seconds = self._deadline.left if self.patient else min(seconds, self._deadline.left)
         try:
             await wait_for(self._news.wait(), seconds, f"next step of {self.request_id}")
         except DeadlineError:
@@ -283,27 +293,21 @@ class TextGeneration:
 
     def close(self) -> None:
         """End the generation if it still runs. Returns at once, so that a cancelled task can call it."""
-        if self._cancelling is None and not self._pump.done():
-            self._cancelling = self._backends.spawn(self._cancel())
+        # Wherever its stream is, it closes: the client then follows the request until no peer has it, and says again
+        # that it is to end for as long as tokens come.
+        self._pump.cancel()
 
     async def _run(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        begun = False
         try:
             async for record in self._backend.client.stream(prompt_ids, params, request_id=self.request_id):
                 self._arrived.append(record)
-                self._news.set()
+                if not (begun and self.patient) or self._stops or record.finish_reason is not None:
+                    self._news.set()
+                begun = True
         except (PeerLostError, NotServingError):
             self._backends.failed(self._backend)
             raise
         finally:
             self._arrived.append(None)
             self._news.set()
-
-    async def _cancel(self) -> None:
-        deadline = Deadline(_CANCEL_S)
-        try:
-            # False can also mean that the peer has not begun it yet.
-            while not self._pump.done() and not await self._backend.client.cancel(self.request_id):
-                deadline.check(f"cancel of {self.request_id}")
-                await asyncio.sleep(_CANCEL_RETRY_S)
-        except (RayMoEError, RayActorError) as error:
-            _LOG.warning("%s could not be cancelled: %s", self.request_id, error)

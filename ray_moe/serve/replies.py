@@ -16,11 +16,12 @@ from typing import Any, ClassVar, Self
 Document = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes an encoder per call
 
 
 def event(document: Document) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encoded(document).encode() + b"\n\n"
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class AppArgs(Manifest):
     Keys are read, one per line, from the files named here or from the environment variables RAY_MOE_API_KEYS and
     RAY_MOE_ADMIN_TOKENS; without an API key the application does not start unless `no_auth` says so. What is kept of
     them are their SHA-256 digests.
+
+    A replica logs to its stderr, with `log_json` a document a line.
     """
 
     cluster: Annotated[str, Field(min_length=1)] = "default"
@@ -72,6 +74,8 @@ class AppArgs(Manifest):
     no_auth: bool = False
     api_key_digests: AsTuple[str] = ()
     admin_token_digests: AsTuple[str] = ()
+
+    log_json: bool = False
 
 
 # -- Fields whose wire form is a union. A validator of our own words the refusal: pydantic's would list every branch.

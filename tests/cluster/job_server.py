@@ -67,7 +67,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_MOE_HOME", "PYTHONPATH", "PATH"):
             patch.setenv(name, environment[name])
-        record = heads.start_head("shell", "tiny-moe", num_cpus=4, dashboard=True, seconds=120)
+        record = heads.start_head("shell", "tiny-moe", num_cpus=4, dashboard=True, seconds=300)
         assert record.head is not None
         try:
             arguments = psutil.Process(record.head.pid).cmdline()

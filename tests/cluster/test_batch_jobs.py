@@ -41,7 +41,7 @@ def drivers(shell: Shell, output: Path) -> list[psutil.Process]:
     return shell.processes(lambda command: str(output) in command and "batch" in command)
 
 
-def finished(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str]:
+def finished(process: subprocess.Popen[str], seconds: float = 600) -> tuple[int, str]:
     said, _ = process.communicate(timeout=seconds)
     return process.returncode, said
 
@@ -64,7 +64,7 @@ def kill_and_submit_again(shell: Shell, tmp_path: Path, count: int, after: int) 
         assert first.poll() is None, finished(first)
         return bool(parts(output)) and rows_done(output) >= after
 
-    until(begun)
+    until(begun, 600)  # seven processes that import torch come first: minutes, where two cores have other work too
     (driver,) = drivers(shell, output)
     driver.send_signal(signal.SIGKILL)
     code, said = finished(first)
@@ -73,26 +73,27 @@ def kill_and_submit_again(shell: Shell, tmp_path: Path, count: int, after: int) 
     assert after <= done < count and not output.exists()
     code, said = finished(shell.start(SCRIPT, *job))
     assert code == 0, said
-    assert f"{count} of {count} rows answered, {done} of them by an earlier run" in said
+    assert f"{count:,} of {count:,} rows answered, {done:,} of them by an earlier run" in said
     require_every_id_once(output, count)
     assert experts(shell) == [], "the job's own cluster ends with it"
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_a_submitted_job_that_is_killed_is_submitted_again_and_every_id_is_answered_once(
     shell: Shell, tmp_path: Path
 ) -> None:
-    kill_and_submit_again(shell, tmp_path, count=60, after=10)
+    kill_and_submit_again(shell, tmp_path, count=200, after=10)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_thousand_prompts_survive_a_kill_midway(shell: Shell, tmp_path: Path) -> None:
     kill_and_submit_again(shell, tmp_path, count=1000, after=400)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_twenty_kills_at_random_points_of_driver_and_experts_change_no_answer(shell: Shell, tmp_path: Path) -> None:
     """Ten of each, each at a random time of a random phase: start, loading, reading, generating, ending."""
     count, chance = 400, random.Random(8)

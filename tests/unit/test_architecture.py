@@ -28,13 +28,13 @@ LINE_LIMIT = 400
 TORCH_FREE_VOCABULARY = frozenset(
     [
         *("errors", "identity", "evidence", "topology", "topology_ledger", "placement"),
-        *("manifest", "asked", "config", "relations", "plans", "metrics"),
+        *("manifest", "asked", "config", "relations", "plans", "metrics", "events", "telemetry"),
     ]
 )
 VOCABULARY = TORCH_FREE_VOCABULARY | {"routes"}
 DATA = VOCABULARY | {"kernels", "comm"}
 ENGINE = DATA | {"weights", "dataplane", "engine"}
-ACTORS = ENGINE | {"controlplane", "actors"}
+ACTORS = ENGINE | {"controlplane", "actors", "observe"}
 # How people come in; `models` ships the embedded checkpoint.
 DOORS = ACTORS | {"cluster", "serve", "sdk", "text", "guidance", "models"}
 
@@ -54,7 +54,7 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "dataplane": DATA,
     "engine": DATA | {"weights", "dataplane"},
     "controlplane": TORCH_FREE_VOCABULARY,
-    "actors": ENGINE | {"controlplane", "models", "priority", "text", "guidance"},
+    "actors": ENGINE | {"controlplane", "observe", "models", "priority", "text", "guidance"},
     "text": VOCABULARY,
     "guidance": VOCABULARY,
     "observe": VOCABULARY | {"controlplane"},
@@ -75,6 +75,9 @@ ONLY_IN: dict[str, frozenset[str]] = {
     "ray": frozenset(
         {"actors", "serve", "observe", "bench", "comm.rendezvous", "cluster", "sdk", "batch", "cli", "deadline"}
     ),
+    # What others log with is the standard library's; where spans go is one module's business.
+    "structlog": frozenset({"events"}),
+    "opentelemetry": frozenset({"telemetry"}),
     # Frozen dataclasses cross every other boundary.
     "pydantic": frozenset({"manifest", "asked", "config", "relations", "plans", "serve.schema", "serve.messages"}),
 }

@@ -578,6 +578,52 @@ def test_a_submission_that_its_caller_stops_waiting_for_is_cancelled_at_the_peer
     run(test)
 
 
+def test_a_cancellation_that_overtook_its_submission_is_said_again_once_the_peer_has_admitted_it() -> None:
+    async def test() -> None:
+        peers = Peers(0)
+        client = Client(peers.directory())
+        peers[0].admitting.clear()
+        task = begin(client, "a", 0)
+        await until(lambda: peers[0].requests)
+        wire_id = peers[0].wire("a")
+        request = peers[0].requests.pop(wire_id)  # Ray began the later call first: there is nothing to cancel yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: peers[0].cancels == [wire_id])
+        assert client._wires, "nobody has confirmed its end"
+        peers[0].requests[wire_id] = request
+        peers[0].admitting.set()
+        await until(lambda: not peers[0].requests and not client._wires)
+        assert peers[0].cancels == [wire_id] * 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_stream_that_was_closed_and_still_delivers_is_cancelled_again(lost: int) -> None:
+    async def test() -> None:
+        peers = Peers(0)
+        client = Client(peers.directory())
+        stream = client.stream(PROMPT, params(8), request_id="a", peer=0)
+        first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+        await until(lambda: peers[0].requests)
+        wire_id = peers[0].wire("a")
+        peers[0].emit(wire_id, 0)
+        await first
+        request = peers[0].requests.pop(wire_id)  # what it is told meanwhile is lost
+        await stream.aclose()
+        for index in range(1, lost + 1):
+            await until(lambda said=index: len(peers[0].cancels) == said)
+            if index == lost:
+                peers[0].requests[wire_id] = request
+            peers[0].emit(wire_id, index)
+        await until(lambda: not peers[0].requests and not client._wires)
+        assert peers[0].cancels == [wire_id] * (lost + 1)
+
+    run(test)
+
+
 def test_a_submission_that_is_refused_after_its_caller_stopped_waiting_is_forgotten() -> None:
     async def test() -> None:
         peers = Peers(0)

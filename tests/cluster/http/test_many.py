@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import subprocess
 from typing import Any
 
@@ -56,12 +58,36 @@ def test_half_of_many_streams_leave_and_the_status_shows_their_cache_free(server
     wait_until(lambda: server.metric("ray_moe_http_cancelled_total") >= 8)
 
 
-@pytest.mark.full
 def test_all_choices_of_a_client_that_leaves_end(server: Server) -> None:
     # Long enough to be seen running, however busy the machine is.
     with server.stream(COMPLETIONS, ENDLESS | {"n": 4, "temperature": 1.0, "max_tokens": 1500}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: httpx leaves when its iterator is collected
+        next(lines)
         wait_until(lambda: server.kv_blocks_used() > 0)
+    wait_until(lambda: server.kv_blocks_used() == 0)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Server) -> None:
+    """While they submit, while they wait for a first token, between two; of whole answers and of streams."""
+    chance = random.Random(8)
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        body = ENDLESS | {"n": chance.choice((1, 8)), "temperature": 1.0, "stream": chance.random() < 0.7}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(chance.choice((0.01, 0.05, 0.2, 0.6)) * chance.random()):
+                async with client.stream("POST", server.url + COMPLETIONS, json=body) as response:
+                    async for _ in response.aiter_lines():
+                        continue
+
+    async def leave_all() -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            for _ in range(4):
+                await asyncio.gather(*(leave(client) for _ in range(6)))
+
+    asyncio.run(leave_all())
+    wait_until(lambda: server.metric("ray_moe_http_running") == server.metric("ray_moe_http_queued") == 0)
+    # A submission can be under way when its caller is gone: what is left of that one ends by its first token.
+    assert server.post(COMPLETIONS, GREEDY).status_code == 200
     wait_until(lambda: server.kv_blocks_used() == 0)
 
 
