@@ -19,6 +19,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray_moe.actors.remote import create_controller, find_controller, kill_cluster
 from ray_moe.actors.reports import ClusterStatus, Directory
 from ray_moe.actors.rollouts import Releases
+from ray_moe.actors.tracing import record
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.asking import Asker
 from ray_moe.controlplane.operations import ByCounts, ByHomes, Operation, Stage, Target
@@ -26,7 +27,9 @@ from ray_moe.controlplane.preview import Preview
 from ray_moe.controlplane.rollout import Rollout
 from ray_moe.deadline import Deadline, pause, ray_get, ray_ready
 from ray_moe.engine.records import LoadProgress
+from ray_moe.engine.trace import RankTrace
 from ray_moe.errors import ConfigError, NotServingError, PeerLostError, PlacementError
+from ray_moe.observe.live import Known, LiveView
 from ray_moe.placement import PlacementSnapshot
 
 _POLL_S = 0.1
@@ -45,6 +48,14 @@ class Cluster:
     def status(self) -> ClusterStatus:
         """Peers, slots, generations, references. Raises `NotServingError`."""
         return cast(ClusterStatus, self._ask("status"))
+
+    def live(self, known: Known | None = None) -> LiveView:
+        """One look at everything that changes: ranks, steps, loads, placement, operations, which failures it survives.
+
+        Without `known` a whole document; with a `LiveView`'s own, only what is new (`ray_moe.observe.live.merged`).
+        Answers also while the cluster starts and after it has lost a rank. Raises `NotServingError`.
+        """
+        return cast(LiveView, self._ask("live", known))
 
     def directory(self) -> Directory:
         """What a client needs (`ray_moe.sdk.Client`). Raises `PeerLostError` or `NotServingError`."""
@@ -66,6 +77,14 @@ class Cluster:
             raise ConfigError(f"rank must be one of {sorted(peers)}, found {rank}")
         found = ray_get(peers[rank].ledgers.remote(), self._seconds, f"ledgers of rank {rank}")
         return cast(dict[int, dict[str, Any]], found)
+
+    def trace(self, steps: int, seconds: float) -> tuple[RankTrace, ...]:
+        """Where the next `steps` steps with work spend their time, on every rank; waits up to `seconds` for them.
+
+        The same steps of all ranks; fewer where fewer have run. Raises `ConfigError` for a number out of bounds,
+        `NotServingError`.
+        """
+        return record(dict(self.directory().members.peers), steps, seconds, self._seconds)
 
     def publish(self, replicas: Mapping[tuple[int, int], int]) -> int:
         """Publish another generation while requests run; `replicas[(layer, expert)]` copies, 1 where absent.

@@ -92,6 +92,10 @@ class ClusterConfig(Manifest):
     `fill_bytes_per_s` caps what a peer reads into slots, or gives to others, while it serves (default: 24 MB/s on CPU).
     What the controller must remember lies in Ray's own store, or in `state_file`.
 
+    What was counted is exported to Ray's metrics endpoints every `metrics_every_s`; 0 for never.
+    Actors log to their stderr, with `log_json` a document a line. Spans of every `trace_every_steps`th step go where
+    OpenTelemetry's environment variables say; 0 for none.
+
     Whoever calls a layer by itself has `call_lease_s` to fetch what it computed.
     """
 
@@ -158,6 +162,11 @@ class ClusterConfig(Manifest):
     demand_every_steps: Natural = 32
     audit_rate: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda given: _audit_rate(given))] = 1 / 256
     final_after_steps: Natural = 1
+    # Ray forgets a gauge that is not renewed within twice its own report interval, which is 10 s by default.
+    metrics_every_s: Annotated[float, Field(ge=0, le=10)] = 5.0
+    trace_every_steps: Natural = 0
+    log_json: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

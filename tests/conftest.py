@@ -28,8 +28,8 @@ RAY_NAMESPACE = "ray_moe"
 def local_ray() -> Iterator[None]:
     """One Ray on this machine for the whole session, started by the first test that asks for it.
 
-    Four logical CPUs, whatever the machine has; 200 MiB of object store; no dashboard. `address="local"` keeps the
-    tests out of a cluster that already runs here.
+    Four logical CPUs, whatever the machine has; 200 MiB of object store; no dashboard; metrics reported every second.
+    `address="local"` keeps the tests out of a cluster that already runs here.
     """
     import ray
 
@@ -40,6 +40,7 @@ def local_ray() -> Iterator[None]:
         object_store_memory=200 * 1024**2,
         include_dashboard=False,
         log_to_driver=False,
+        _system_config={"metrics_report_interval_ms": 1000},
     )
     try:
         yield

@@ -17,6 +17,8 @@ from ray_moe.errors import GenerationError
 from ray_moe.placement import PlacementSnapshot
 
 HISTORY_REMEMBERED = 256
+# Of an operation that has ended: its last edges.
+_TRAIL_REMEMBERED = 64
 
 
 class Kind(StrEnum):
@@ -118,13 +120,24 @@ class Wave:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """An edge that an operation took: the `number`th, to `stage`, `at` seconds of the controller's wall clock."""
+
+    number: int
+    event: str
+    stage: Stage
+    at: float
+    wave: int = 0
+
+
+@dataclass(frozen=True)
 class Operation:
     """`ranks` are those that come or go; a shrink leaves at least `at_least`. `candidate` is the placement of wave `at`
     of `plan` (from 0).
 
     `bad` are sources that gave wrong or no parameters, as (rank, layer, pool slot, source); `undo_as` is how it ends
     after UNDOING. Times are seconds of the controller's wall clock; `pause_s` is the longest that a rank's step took
-    longer at a switch.
+    longer at a switch. `trail` are the edges that it took, the newest last.
     """
 
     number: int
@@ -153,6 +166,7 @@ class Operation:
     pause_s: float = 0.0
     changed_at: float = 0.0
     ended_at: float = 0.0
+    trail: tuple[Passed, ...] = field(default=(), compare=False)
 
     @property
     def ended(self) -> bool:
@@ -170,6 +184,8 @@ class Operation:
         """The operation after `event`; its attempts start anew."""
         stage = advance(self.stage, event)
         ended_at = now if stage in ENDED else self.ended_at
+        number = self.trail[-1].number + 1 if self.trail else 1
+        passed = Passed(number, event, stage, now, self.at + 1 if self.plan else 0)
         return replace(
             self,
             stage=stage,
@@ -178,6 +194,7 @@ class Operation:
             changed_at=now,
             ended_at=ended_at,
             reason=self.reason if reason is None else reason,
+            trail=(*self.trail, passed),
         )
 
 
@@ -211,7 +228,8 @@ class ControlState:
     def close(self, operation: Operation) -> ControlState:
         """The state with an operation that has ended in its history: who asked why, and what came of it, without whole
         placements and loads."""
-        kept = replace(operation, target=None, plan=(), candidate=None, loads_LE=None, bad=frozenset())
+        trail = operation.trail[-_TRAIL_REMEMBERED:]
+        kept = replace(operation, target=None, plan=(), candidate=None, loads_LE=None, bad=frozenset(), trail=trail)
         return replace(
             self,
             operations=tuple(one for one in self.operations if one.number != operation.number),
