@@ -135,8 +135,8 @@ def _prefill(peer: GpuPeer, seat: Seat, unit: int) -> dict[str, Any]:
     spans = sorted(_spans(profiler), key=lambda span: span.start)
     units = count * prompt / unit
     found: dict[str, Any] = {"tokens_per_s": count * prompt / seconds, "unit": unit, "unit_ms": 1e3 * seconds / units}
-    if not spans:
-        return found | {"error": "nothing was watched"}
+    if not any(_kind_of(span.name) == "experts" for span in spans):  # the profiler loses all kernels now and then
+        return found | {"error": "no kernel was watched"}
     length = max(span.end for span in spans) - spans[0].start
     sums = sums_of(spans, spans[0].start, units)
     return found | {"watched_unit_ms": length * 1e-3 / units, "idle_ms": length * 1e-3 / units - sums["busy_ms"]} | sums

@@ -58,9 +58,10 @@ def test_a_window_takes_no_more_than_was_added_up() -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     regions = Regions.plan(2, 4096, 8, 2048, torch.bfloat16, quantized=True)
+    torch.cuda.Stream(device)  # a process's first one makes the whole pool of them
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     window = NodeWindow(regions, GlobalRank(0), device, 1.0)
     taken = before - torch.cuda.mem_get_info()[0]
-    assert regions.nbytes <= taken <= regions.device_nbytes + 2 * _SEGMENT
+    assert regions.nbytes <= taken <= regions.device_nbytes + 2 * _SEGMENT, (regions.nbytes, taken)
     window.close()

@@ -6,12 +6,10 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -91,20 +89,6 @@ def test_recording_changes_no_token_and_no_count(family_dir: Callable[..., Path]
     for layer, counters in plain.counters.items():
         assert counters.invocations == recorded.counters[layer].invocations > 0
         assert counters.rows_local == recorded.counters[layer].rows_local > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_on_a_gpu_a_unit_has_the_devices_time_too(family_dir: Callable[..., Path], look_ahead: bool) -> None:
-    peer = OnePeer(family_dir("qwen3_moe"), device="cuda", audit_rate=0.0, look_ahead=look_ahead)
-    run(peer, steps=5)
-    steps, _, _ = peer.loop.trace.recorded()
-    device = [span for step in steps for span in step.spans if span.on_device]
-    assert [span.name for span in device][:2] == ["prefill", "decode"]
-    assert len(device) >= len(steps) - look_ahead
-    assert all(span.start < span.end for span in device)
-    assert all(before.end <= after.start for before, after in pairwise(device))
 
 
 def test_sampled_steps_are_those_whose_number_the_period_divides(family_dir: Callable[..., Path]) -> None:
