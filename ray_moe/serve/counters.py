@@ -20,6 +20,8 @@ __all__ = ["CONTENT_TYPE", "Counters", "Timing"]
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+# A counter that begins with its first request has no rate until the second.
+_COUNTED_FROM_THE_START = ("/v1/completions", "/v1/chat/completions")
 # Observations between two exports that are remembered; of more, the latest.
 _REMEMBERED = 256
 
@@ -49,6 +51,8 @@ class Counters:
         self._registry = registry = CollectorRegistry()
         self._running, self._queued = running, queued
         self.requests = Counter("ray_moe_http_requests", "Requests answered.", ["route", "status"], registry=registry)
+        for route in _COUNTED_FROM_THE_START:
+            self.requests.labels(route, "200")
         self.refusals = Counter(
             "ray_moe_http_refusals", "Requests refused before they ran.", ["reason"], registry=registry
         )

@@ -137,7 +137,8 @@ def tallies(cluster: Cluster, ranks: list[int]) -> list[Tallies]:
 
 
 def scrape() -> Scraped:
-    """Every series of ours at the endpoints of all nodes, without the labels that Ray adds but its process's."""
+    """Every series of this cluster at the endpoints of all nodes, without the labels that Ray adds but its process's.
+    The Ray may have had other clusters, whose counters it keeps."""
     found: Scraped = {}
     for node in ray.nodes():
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -147,7 +148,7 @@ def scrape() -> Scraped:
             for sample in family.samples:
                 if sample.name.startswith("ray_moe_"):
                     kept = {k: v for k, v in sample.labels.items() if k not in RAYS and not k.startswith("otel_")}
-                    if kept.get("cluster", NAME) == NAME:
+                    if kept.get("cluster", NAME) == NAME and kept.get("release", f"{NAME}-").startswith(f"{NAME}-"):
                         worker = sample.labels["WorkerId"]
                         found[sample.name, frozenset({**kept, "process": worker}.items())] = sample.value
     return found

@@ -51,14 +51,16 @@ class Prometheus:
         """The largest value that an expression has had; 0 where it had none."""
         return max((value for _, pairs in self.since(expr, began, ended) for _, value in pairs), default=0.0)
 
-    def alerts(self) -> dict[str, str]:
-        """The alerts that fire now: their summaries by name."""
+    def alerts(self, cluster: str) -> dict[str, str]:
+        """The alerts of a cluster that fire now: their summaries by name. Others may have lived on the same Ray."""
         found = [alert for alert in self.get("alerts")["alerts"] if alert["state"] == "firing"]
-        return {alert["labels"]["alertname"]: alert["annotations"]["summary"] for alert in found}
+        ours = [alert for alert in found if alert["labels"]["cluster"] == cluster]
+        return {alert["labels"]["alertname"]: alert["annotations"]["summary"] for alert in ours}
 
-    def fired(self, began: float, ended: float | None = None) -> set[str]:
-        """Names of the alerts that fired at some time."""
-        return {labels["alertname"] for labels, _ in self.since('ALERTS{alertstate="firing"}', began, ended)}
+    def fired(self, cluster: str, began: float, ended: float | None = None) -> set[str]:
+        """Names of the alerts of a cluster that fired at some time."""
+        firing = f'ALERTS{{alertstate="firing", cluster="{cluster}"}}'
+        return {labels["alertname"] for labels, _ in self.since(firing, began, ended)}
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule with how its last evaluation went."""

@@ -101,6 +101,8 @@ def live(history: History) -> None:
     with Load(history.cluster, history.expected) as load:
         load.flows(30)
         time.sleep(3)
+        ask_over_http(history.url)  # once more: what is there for the first time has no rate yet
+        time.sleep(2)
         history.mark("rebalance")
         number = history.cluster.rebalance(replicas={(layer, 3): 2 for layer in range(4)})
         history.operations.append(done(history.cluster, number))
@@ -146,7 +148,7 @@ def test_the_specifications_eight_are_recorded_over_the_cluster(history: History
 
 
 def test_no_alert_fired_while_it_rested_served_and_changed(history: History) -> None:
-    assert history.prometheus.fired(history.times["rest"], history.times["loaded"]) == set()
+    assert history.prometheus.fired(NAME, history.times["rest"], history.times["loaded"]) == set()
 
 
 # Dashboard, panel, query: what was done last when it moved.
@@ -197,7 +199,7 @@ def test_a_rebalance_that_cannot_go_on_wakes_somebody_and_nothing_else_does(hist
     history.mark("stall")
     number = cluster.rebalance(replicas={(layer, 5): 2 for layer in range(4)})
     try:
-        summary = until(lambda: history.prometheus.alerts().get("RayMoEOperationStalled"), 90, what="the alert")
+        summary = until(lambda: history.prometheus.alerts(NAME).get("RayMoEOperationStalled"), 90, what="the alert")
         assert summary.startswith(f"{NAME}: a rebalance is open for ")
         assert cluster.operation(number).stage is Stage.FILLING
     finally:
@@ -205,8 +207,8 @@ def test_a_rebalance_that_cannot_go_on_wakes_somebody_and_nothing_else_does(hist
         for rank in ranks_of(cluster):
             throttle(actor_of(cluster, rank), None)
     assert cluster.wait(number, 60).stage is Stage.CANCELLED
-    until(lambda: not history.prometheus.alerts(), 30, what="silence")
-    assert history.prometheus.fired(history.times["stall"]) == {"RayMoEOperationStalled"}
+    until(lambda: not history.prometheus.alerts(NAME), 30, what="silence")
+    assert history.prometheus.fired(NAME, history.times["stall"]) == {"RayMoEOperationStalled"}
 
 
 def test_every_query_of_every_page_has_had_data(history: History) -> None:
@@ -229,4 +231,6 @@ def test_every_query_of_every_page_has_had_data(history: History) -> None:
 @pytest.mark.full
 def test_a_rank_that_dies_wakes_somebody(history: History) -> None:
     kill(actor_of(history.cluster, 1))
-    until(lambda: history.prometheus.alerts().keys() == {"RayMoERankLost", "RayMoENotServing"}, 60, what="both alerts")
+    until(
+        lambda: history.prometheus.alerts(NAME).keys() == {"RayMoERankLost", "RayMoENotServing"}, 60, what="both alerts"
+    )
