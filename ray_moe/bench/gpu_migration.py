@@ -1,6 +1,6 @@
 """Experts on their way between GPUs, a process for each: how fast, and what a decode step beside them notices.
 
-    python -m ray_moe.bench.gpu_migration [--out DIR]        migration.json
+    python -m ray_moe.bench.gpu_migration [--ranks N] [--out DIR]        migration.json
 
 Every rank pulls from the next one at the same time, by the product's own copy engine, every slot verified. A burst is
 compared with one large copy between the same cards, in the same rounds. The step beside paced copies is a CUDA graph of
@@ -371,14 +371,21 @@ def work(seat: Seat) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ray_moe.bench.gpu_migration")
     parser.add_argument("--out", type=Path, help="folder for the record (default: it is printed)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=ranks_here(),
+        help="more than there are GPUs take turns: it works, times say little",
+    )
     options = parser.parse_args(arguments)
-    if ranks_here() < 2:
+    if options.ranks < 2:
         print("migration: takes two GPUs of one host")
         return
-    by_rank = run_ranks(work, seconds=180)
+    by_rank = run_ranks(work, seconds=180, ranks=options.ranks)
     record = environment() | {
         "command": "python -m ray_moe.bench.gpu_migration",
         "ranks": len(by_rank),
+        "gpus": torch.cuda.device_count(),
         "method": f"medians of {_ROUNDS} rounds, both sides in each; steps timed by events, back to back",
         "rows": [{"rank": rank, **row} for rank, rows in enumerate(by_rank) for row in rows],
     }
