@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +55,8 @@ def span_table(spans: Sequence[Span]) -> tuple[Tensor, list[tuple[int, int, int]
         by_width.setdefault(width, []).append((address, nbytes // width, tensor * _TENSOR_KEY, result))
     rows = [row for several in by_width.values() for row in several]
     launches = [(width, len(several), max(row[1] for row in several)) for width, several in by_width.items()]
-    return torch.tensor(rows, dtype=torch.int64).view(len(rows), 4), launches
+    # By way of numpy, which reads nested tuples several times faster.
+    return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), 4)), launches
 
 
 def fingerprint_spans(table_N4: Tensor, launches: Sequence[tuple[int, int, int]], sums_M2: Tensor) -> None:

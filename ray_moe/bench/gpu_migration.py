@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--ranks",
         type=int,
         default=ranks_here(),
-        help="more than there are GPUs take turns: it works, times say little",
+        help="more than there are GPUs take turns, and times say little",
     )
     options = parser.parse_args(arguments)
     if options.ranks < 2:

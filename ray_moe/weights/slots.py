@@ -135,6 +135,7 @@ class SlotPool:
             raise ConfigError(f"a slot pool needs a capacity of at least 1 slot per layer; found {capacity}")
         self.layers, self.capacity, self.dtype = tuple(layers), capacity, dtype
         self._layouts = {layer: layout(layer) if callable(layout) else layout for layer in layers}
+        self._slot_bytes = {layer: layout.nbytes(dtype) for layer, layout in self._layouts.items()}
         self._memory, self._base = memory, 0
         self._slabs, self._starts = self._allocate(device)
         self.device = self._slabs[self.layers[0]].gate_up.device
@@ -203,7 +204,7 @@ class SlotPool:
             self._step(layer, pool_slot, SlotEvent.RELEASE)
             del self._digests[layer, pool_slot]
             self._fingerprints.pop((layer, pool_slot), None)
-            self._resident_bytes -= self._layouts[layer].nbytes(self.dtype)
+            self._resident_bytes -= self._slot_bytes[layer]
 
     def begin_read(self, layer: int, pool_slot: int) -> ExpertWeights:
         """Views of a resident slot that cannot be released until `end_read`; SlotError if it is not resident."""
@@ -264,7 +265,7 @@ class SlotPool:
     def slot_bytes(self, layer: int) -> int:
         """Bytes of one slot of the layer."""
         self._check_range(layer, 0)
-        return self._layouts[layer].nbytes(self.dtype)
+        return self._slot_bytes[layer]
 
     def state(self, layer: int, pool_slot: int) -> SlotState:
         self._check_range(layer, pool_slot)
@@ -294,7 +295,7 @@ class SlotPool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all slabs, filled or not."""
-        return sum(layout.nbytes(self.dtype) * self.capacity for layout in self._layouts.values())
+        return sum(self._slot_bytes.values()) * self.capacity
 
     def _allocate(self, device: torch.device | str) -> tuple[dict[int, Slab], dict[int, tuple[tuple[int, int], ...]]]:
         """The slabs, and by layer where each tensor begins in the one allocation and a slot's bytes of it."""
@@ -330,7 +331,7 @@ class SlotPool:
             self._digests[layer, pool_slot] = digest
             if fingerprint is not None:
                 self._fingerprints[layer, pool_slot] = fingerprint
-            self._resident_bytes += self._layouts[layer].nbytes(self.dtype)
+            self._resident_bytes += self._slot_bytes[layer]
             self._peak_resident_bytes = max(self._peak_resident_bytes, self._resident_bytes)
 
     def _advance(self, layer: int, pool_slot: int, event: SlotEvent) -> None:
