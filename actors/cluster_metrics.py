@@ -70,10 +70,13 @@ class ClusterExporter:
                 await self._round()
             except (RayMoEError, RayActorError) as error:
                 _LOG.warning("metrics of %s: %s", self._config.name, error)
+            except Exception:  # noqa: BLE001 - metrics are wanted most when something unforeseen happens
+                _LOG.exception("a round of metrics of %s failed", self._config.name)
             await asyncio.sleep(self._config.metrics_every_s)
 
     async def _round(self) -> None:
-        told = await asyncio.gather(*map(self._tallies, tuple(self._peers)))
+        # A rank that dies meanwhile leaves the controller's table.
+        told = await asyncio.gather(*(self._tallies(rank, actor) for rank, actor in self._peers.items()))
         generations: tuple[GenerationStatus, ...] | None = await self._ask(self._routing().status.remote(), "registry")
         export, now = self._exporter, time.monotonic()
         export.begin(now)
@@ -95,8 +98,8 @@ class ClusterExporter:
             push_placement(export, seen.live[-1], self._pilot.demand, seen)
         export.end()
 
-    async def _tallies(self, rank: int) -> Tallies | None:
-        found: Tallies | None = await self._ask(self._peers[rank].tallies.remote(), f"what rank {rank} has counted")
+    async def _tallies(self, rank: int, actor: ActorHandle) -> Tallies | None:
+        found: Tallies | None = await self._ask(actor.tallies.remote(), f"what rank {rank} has counted")
         return found
 
     async def _ask(self, call: Any, what: str) -> Any:

@@ -103,7 +103,8 @@ class Exporter:
         then disappears."""
         now = {(name, tuple(zip(names, of, strict=True))): value for of, value in values.items()}
         for asked in self._shown.get(name, set()) - now.keys():
-            self._sink.set(EXPORTED[name], self._labels[asked], 0.0)
+            if given := self._labels.get(asked):  # else it was not renewed for so long that it is gone already
+                self._sink.set(EXPORTED[name], given, 0.0)
         self._shown[name] = {asked for asked, value in now.items() if self._set(asked, value)}
 
     def observe(self, name: str, values: Sequence[float], **labels: str) -> None:

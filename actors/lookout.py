@@ -30,6 +30,8 @@ from ray_moe.placement import Lease, PlacementSnapshot
 # A look does not wait longer than this for a rank that is busy; it uses what the rank said last.
 _LOOK_S = 0.5
 _AGAIN_S = 0.1
+# Looks follow each other within a second.
+_AWAY_S = 2.0
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Lookout:
         self._config, self._peers = config, peers
         self._asked: dict[int, _Asked] = {}
         self._said: dict[int, Peer] = {}
+        self._looked_at = time.monotonic()
         self._told = PeersTold()
         self.lost: dict[int, str] = {}  # everybody who died, with the reason
         self.lost_serving: dict[int, str] = {}
@@ -110,6 +113,7 @@ class Lookout:
         waited = [self._asked[rank].task for rank in serving if rank in self._asked]
         if waited:
             await asyncio.wait(waited, timeout=_LOOK_S)
+        self._excuse_ourselves(time.monotonic())
         fallen = {rank: f"rank {rank} is gone" for rank in self._absent()}
         for rank, detail in fallen.items():
             self._told.lost(rank, detail)
@@ -126,6 +130,13 @@ class Lookout:
             if rank in serving:
                 fallen[rank] = self.lost_serving[rank] = detail
         return fallen
+
+    def _excuse_ourselves(self, now: float) -> None:
+        """After we were away, as a process that was stopped for a while: their answers may lie unread."""
+        if now - self._looked_at > max(self._config.step_deadline_s / 2, _AWAY_S):
+            for asked in self._asked.values():
+                asked.since = now
+        self._looked_at = now
 
     def _take(self, rank: int, asked: _Asked) -> str:
         """Take a report that has come; why the rank is lost, if it is."""

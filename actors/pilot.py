@@ -97,9 +97,10 @@ class Pilot:
         """Fetch the peers' reports and fold them into the estimate."""
         for snapshot in self._lookout.live:
             self._log.serve(snapshot)
-        ranks = [rank for rank in self._lookout.serving if rank in self._peers]
-        found = await asyncio.gather(*map(self._reports_of, ranks))
-        for rank, reports in zip(ranks, found, strict=True):
+        # A rank that dies meanwhile leaves the controller's table.
+        asked = {rank: self._peers[rank] for rank in self._lookout.serving if rank in self._peers}
+        found = await asyncio.gather(*(self._reports_of(rank, actor) for rank, actor in asked.items()))
+        for rank, reports in zip(asked, found, strict=True):
             for report in reports:
                 self._heard[rank] = report.sequence
                 dropped = self._log.fold(report)
@@ -110,8 +111,8 @@ class Pilot:
         if self._lookout.live:
             self.demand = self._estimates.estimate(self._lookout.live[-1].checkpoint_version)
 
-    async def _reports_of(self, rank: int) -> tuple[DemandReport, ...]:
-        call: Any = self._peers[rank].demand.remote(self._heard.get(rank, -1))
+    async def _reports_of(self, rank: int, actor: ActorHandle) -> tuple[DemandReport, ...]:
+        call: Any = actor.demand.remote(self._heard.get(rank, -1))
         reports: tuple[DemandReport, ...] = await ray_await(
             call, self._config.step_deadline_s, f"demand reports of rank {rank}"
         )

@@ -123,6 +123,8 @@ class RankMetrics:
                 self.push_metrics()
             except RayMoEError as error:
                 _LOG.warning("metrics of rank %s: %s", self._rank, error)
+            except Exception:  # noqa: BLE001 - metrics are wanted most when something unforeseen happens
+                _LOG.exception("a round of metrics of rank %s failed", self._rank)
             await asyncio.sleep(self._config.metrics_every_s)
 
     def push_metrics(self) -> None:

@@ -81,8 +81,9 @@ class Cluster:
     def trace(self, steps: int, seconds: float) -> tuple[RankTrace, ...]:
         """Where the next `steps` steps with work spend their time, on every rank; waits up to `seconds` for them.
 
-        The same steps of all ranks; fewer where fewer have run. Raises `ConfigError` for a number out of bounds,
-        `NotServingError`.
+        The same steps of all ranks; fewer where fewer have run. One recording at a time: `NotServingError` while there
+        is another. Raises `ConfigError` for a number out of bounds, `NotServingError` or `PeerLostError` when a rank is
+        lost, `DeadlineError` when one does not answer.
         """
         return record(dict(self.directory().members.peers), steps, seconds, self._seconds)
 

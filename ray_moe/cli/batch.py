@@ -100,21 +100,22 @@ def batch(
         raise ConfigError("without --model or --config the job uses a cluster that runs, which has its own settings")
     if log_json:
         log_json_as("batch", own.name if own is not None else name or "default")
-    # Torch, Ray and Arrow: a typing mistake above is told at once.
-    from ray_moe.batch.job import BatchJob, run
-
-    job = BatchJob(
-        source=source,
-        output=target,
-        errors=errors,
-        defaults=parse_settings(default or (), "--default"),
-        seed=seed,
-        model_name=model_name,
-        concurrency=concurrency,
-        checkpoint_s=checkpoint_s,
-        restart=restart,
-    )
+    defaults = parse_settings(default or (), "--default")
     with output(as_json) as out, _host(own, name or "default", address, out) as host, _drawn(out) as draw:
+        # It imports Ray, whose environment is the connection's to set.
+        from ray_moe.batch.job import BatchJob, run
+
+        job = BatchJob(
+            source=source,
+            output=target,
+            errors=errors,
+            defaults=defaults,
+            seed=seed,
+            model_name=model_name,
+            concurrency=concurrency,
+            checkpoint_s=checkpoint_s,
+            restart=restart,
+        )
         summary = run(job, host, draw)
     out.result(asdict(summary))
     out.show(_said(summary))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray_moe.cluster import Cluster
     from ray_moe.observe.live import Known, LiveView
 
-_FASTEST_S = 0.1
+_FASTEST_S, _SLOWEST_S = 0.1, 3600.0
 # A controller that does not answer for so long is asked again, or is gone; an older look is said to be old.
 _ANSWER_S, _OLD_S = 15.0, 3.0
 
@@ -41,8 +41,8 @@ def top(
     ] = False,
 ) -> None:
     """Watch a cluster: ranks, requests, step times, hot experts, what moves. Ctrl-C ends it."""
-    if every < _FASTEST_S:
-        raise ConfigError(f"--every must be at least {_FASTEST_S} s, found {every:g}")
+    if not _FASTEST_S <= every <= _SLOWEST_S:
+        raise ConfigError(f"--every must be in [{_FASTEST_S:g}, {_SLOWEST_S:g}] s, found {every:g}")
     chosen = name or "default"
     with output(as_json) as out, attached(locate(address, chosen)):
         from ray_moe.actors.remote import find_controller

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ray_moe.engine.generation import GenerationView
 
 MOST_STEPS = 256  # of one recording
+MOST_SECONDS = 3600.0  # that one may wait for its steps
 # What a recording may hold in all; at that many spans it ends early.
 _MOST_SPANS = 400_000
 
@@ -94,14 +95,16 @@ class Recorder:
         self._first = self._left = self._spans = 0
         self._asked: list[Unread] = []
         self._truncated = False
+        self.holder = ""  # the id of the recording that there is; any thread may look
         self.armed = self._every > 0
 
-    def record(self, first: int, steps: int) -> None:
-        """Keep the first `steps` steps with work from step `first` on; forgets what was kept before.
+    def record(self, first: int, steps: int, holder: str = "") -> None:
+        """Keep the first `steps` steps with work from step `first` on, for `holder`; forgets what was kept before.
 
         On the loop's thread. Raises `ConfigError` for a number out of bounds.
         """
         self.check(steps)
+        self.holder = holder
         self._first, self._left, self._spans = first, steps, 0
         self._asked, self._truncated, self.armed = [], False, True
 
@@ -111,9 +114,16 @@ class Recorder:
         if not 1 <= steps <= MOST_STEPS:
             raise ConfigError(f"steps must be in [1, {MOST_STEPS}], found {steps}")
 
-    def stop(self) -> None:
-        """Nobody waits for the rest, nor for what is there. On the loop's thread."""
-        self._left, self._asked, self.armed = 0, [], self._every > 0
+    @staticmethod
+    def check_seconds(seconds: float, named: str = "seconds") -> None:
+        """`ConfigError` for a time out of bounds, or none at all."""
+        if not 0 < seconds <= MOST_SECONDS:
+            raise ConfigError(f"{named} must be in (0, {MOST_SECONDS:g}], found {seconds:g}")
+
+    def stop(self, holder: str = "") -> None:
+        """Nobody waits for the rest of `holder`'s, nor for what is there. Another's goes on. On the loop's thread."""
+        if holder == self.holder:
+            self.holder, self._left, self._asked, self.armed = "", 0, [], self._every > 0
 
     @property
     def done(self) -> bool:

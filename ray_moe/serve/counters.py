@@ -4,6 +4,7 @@ Ray's endpoint, as `ray_moe_http_...` of the replica's process."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter as Totals
 from collections import deque
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["CONTENT_TYPE", "Counters", "Timing"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+_LOG = logging.getLogger(__name__)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 # A counter that begins with its first request has no rate until the second.
@@ -113,7 +115,10 @@ class Counters:
     async def export(self, export: Exporter, every_s: float) -> None:
         """Push every `every_s` seconds until cancelled."""
         while True:
-            self.push(export, time.monotonic())
+            try:
+                self.push(export, time.monotonic())
+            except Exception:  # noqa: BLE001 - metrics are wanted most when something unforeseen happens
+                _LOG.exception("a round of the HTTP replica's metrics failed")
             await asyncio.sleep(every_s)
 
 

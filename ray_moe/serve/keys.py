@@ -9,8 +9,9 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ray_moe.errors import ConfigError
@@ -22,9 +23,15 @@ SHORTEST = 16  # characters: digests of shorter keys could be guessed
 
 @dataclass(frozen=True)
 class Keys:
-    """Digests of the keys that are accepted; without any, nothing is."""
+    """Digests of the keys that are accepted; without any, nothing is.
+
+    `secret` signs what is given to whoever has shown a key. It is random, made with the object, and travels in no
+    configuration, text or comparison of it: whoever knows the digests cannot sign. A pickled copy, as every replica of
+    an application has, signs alike.
+    """
 
     digests: tuple[str, ...] = ()
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False, compare=False)
 
     def accept(self, key: str) -> bool:
         """Whether this is one of the keys. Takes the same time whichever it is, and for any that is none."""

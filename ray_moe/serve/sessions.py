@@ -1,9 +1,15 @@
 """Who may watch, and how a browser shows that it may: a browser's event streams carry cookies and no headers.
 
 The narrowest key that the server has opens the live page: an admin token where there are any, else an API key, else
-nothing is needed. `POST /ui/session` with it as a bearer gives a cookie that is good for half a day on every replica:
-it holds the time when it ends, signed with the key's digest, so that no replica remembers anything and a key that is
-taken away takes its sessions with it. The key itself is nowhere kept.
+nothing is needed. `POST /ui/session` with it as a bearer gives a cookie that is good for half a day: it holds the time
+when it ends, signed. No replica remembers anything, and the key itself is nowhere kept.
+
+What signs is made of two things. One is a random secret of the application (`Keys.secret`): digests lie in Serve
+configurations, which more people read than may watch, so a digest alone must open nothing. `serve.app.build` makes the
+secret, once for all replicas, and Serve hands it to each inside the pickled application, not among the arguments that
+its status and configurations show; this holds for `serve deploy` of a file too, since Serve builds an application once
+and not in every replica. The other is the key's digest, so that a key that is taken away takes its sessions with it.
+An application that is built anew has a new secret, and its browsers ask for the key again.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from ray_moe.serve.access import AccessRules
 from ray_moe.serve.keys import Keys, digest_of
 
 COOKIE = "ray_moe_ui"
-SESSION_S = 12 * 3600
+SESSION_S = 12 * 3600  # no cookie is good for longer, whoever signed it
+_CLOCKS_S = 60  # how far apart the clocks of two replicas may be: what one has just given is good at the other
 _BEARER = "bearer "
 
 
@@ -42,11 +49,12 @@ class Watchers:
         key = _bearer(request)
         if self._keys is None or not self._keys.accept(key):
             return self._keys is None
-        ends = str(int(time.time()) + SESSION_S)
+        lasting = SESSION_S - _CLOCKS_S
+        ends = str(int(time.time()) + lasting)
         response.set_cookie(
             COOKIE,
-            f"{ends}.{_signature(digest_of(key), ends)}",
-            max_age=SESSION_S,
+            f"{ends}.{_signature(self._keys.secret, digest_of(key), ends)}",
+            max_age=lasting,
             path=_path(request),
             secure=_is_secure(request),
             httponly=True,
@@ -66,12 +74,12 @@ class Watchers:
             return False
         known = False
         for digest in keys.digests:
-            known |= hmac.compare_digest(signature, _signature(digest, ends))
-        return known and time.time() < int(ends)
+            known |= hmac.compare_digest(signature, _signature(keys.secret, digest, ends))
+        return known and 0 < int(ends) - time.time() <= SESSION_S
 
 
-def _signature(digest: str, ends: str) -> str:
-    return hmac.new(bytes.fromhex(digest), f"ray_moe ui {ends}".encode(), hashlib.sha256).hexdigest()
+def _signature(secret: bytes, digest: str, ends: str) -> str:
+    return hmac.new(secret, f"ray_moe ui {digest} {ends}".encode(), hashlib.sha256).hexdigest()
 
 
 def _bearer(request: Request) -> str:

@@ -2,7 +2,8 @@
 
 The page itself is for everybody and holds nothing; what it draws is for whoever `Watchers` admits. `/ui/events` tells
 all of `observe.live.LiveView` twice a second, each part only when it has changed; `/ui/live` is the whole document
-once. A replica asks its cluster once, however many watch.
+once. A replica asks its cluster once, however many watch, and writes each text once, on threads of the page's own: the
+event loop also carries the streams of those who generate.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
 from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
@@ -21,6 +23,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ray_moe.cluster import Cluster
 from ray_moe.deadline import Deadline, wait_for
@@ -83,18 +86,13 @@ def ui_routes(find: Callable[[], Cluster], rules: AccessRules) -> APIRouter:
     async def live(request: Request) -> Response:
         if not watchers.admits(request):
             return _locked(watchers)
-        await feed.look()
-        return Response(feed.document(), media_type="application/json", headers=_POLICY)
+        return Response(await feed.document(), media_type="application/json", headers=_POLICY)
 
     @router.get("/events")
     async def events(request: Request) -> Response:
         if not watchers.admits(request):
             return _locked(watchers)
-        if feed.watching >= MOST_WATCHERS:
-            full = f"{MOST_WATCHERS} pages watch through this replica already"
-            return Problem(HTTPStatus.SERVICE_UNAVAILABLE, full, "server_error", code="too_many_watchers").response()
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(feed.events(), media_type="text/event-stream", headers=headers)
+        return _Watching(feed)
 
     @router.get("/{name}")
     async def file(name: str, request: Request) -> Response:
@@ -137,6 +135,28 @@ class _Asset:
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
+class _Watching(StreamingResponse):
+    """One page's stream, or that there is no room for it.
+
+    The place is taken here and not by the route or the stream: nothing may happen between that and what frees it, and
+    a stream that is never read from does not even begin.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(feed.events(), media_type="text/event-stream", headers=headers)
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._feed.place() as there_is:
+            if there_is:
+                await super().__call__(scope, receive, send)
+                return
+        full = f"{MOST_WATCHERS} pages watch through this replica already"
+        problem = Problem(HTTPStatus.SERVICE_UNAVAILABLE, full, "server_error", code="too_many_watchers")
+        await problem.response()(scope, receive, send)
+
+
 # -- What is told
 
 
@@ -146,100 +166,138 @@ class Feed:
     def __init__(self, find: Callable[[], Cluster]) -> None:
         self._find = find
         self._cluster: Cluster | None = None
-        # Of its own: a call that waits for a controller to come back must not take a thread from the admin routes.
-        self._thread = ThreadPoolExecutor(1, "live")
-        self._asking: asyncio.Task[LiveView] | None = None
-        self._view: LiveView | None = None
+        # Of its own: a call that waits for a controller to come back must not take a thread from the admin routes, nor
+        # from what has been looked at and is to be written.
+        self._asker, self._writer = ThreadPoolExecutor(1, "live"), ThreadPoolExecutor(1, "live-text")
+        self._asking: asyncio.Task[_Look] | None = None
+        self._last: _Look | None = None
         self._looked = float("-inf")
-        self._parts: dict[str, _Part] = {}
         self.watching = 0
 
-    async def look(self) -> LiveView:
-        """The whole document, half a second old at most. Raises what `Cluster.live` does, `DeadlineError`."""
-        if self._view is not None and monotonic() - self._looked < 0.9 * _EVERY_S:
-            return self._view
+    @contextmanager
+    def place(self) -> Iterator[bool]:
+        """One of `MOST_WATCHERS` places for as long as the block lasts; False where all are taken."""
+        there_is = self.watching < MOST_WATCHERS
+        self.watching += there_is
+        try:
+            yield there_is
+        finally:
+            self.watching -= there_is
+
+    async def document(self) -> bytes:
+        """All that is known, half a second old at most, as JSON. Raises what `Cluster.live` does, `DeadlineError`."""
+        look = await self._look()
+        return await self._written(look, "document", look.document)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, for as long as a stream lasts: `view` with what has changed, `problem` with why there is
+        none."""
+        told, deadline = _NOTHING, Deadline(_STREAM_S)
+        yield f"retry: {_BACK_MS}\n\n".encode()
+        while not deadline.passed:
+            try:
+                look = await self._look()
+                news = await self._news(look, told)
+            except Exception as error:
+                yield _event("problem", _json({"message": Problem.of(error).message}))
+                if not isinstance(error, RayMoEError):
+                    raise
+            else:
+                yield news
+                told = _Told(look.number, look.view.known)
+            await asyncio.sleep(_EVERY_S)
+
+    async def _look(self) -> _Look:
+        if self._last is not None and monotonic() - self._looked < 0.9 * _EVERY_S:
+            return self._last
         if self._asking is None:
             self._asking = asyncio.create_task(self._refresh())
             self._asking.add_done_callback(_hear)  # whoever asked may have gone
         return await wait_for(asyncio.shield(self._asking), _CALL_S, "the controller's answer")
 
-    async def _refresh(self) -> LiveView:
+    async def _refresh(self) -> _Look:
         try:
-            self._view = view = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
+            self._last = await asyncio.get_running_loop().run_in_executor(self._asker, self._ask, self._last)
         finally:
             self._asking = None
         self._looked = monotonic()
-        for part in fields(view):
-            self._tell(part.name, getattr(view, part.name))
-        return view
+        return self._last
 
-    def _ask(self) -> LiveView:
-        known = self._view.known if self._view is not None else Known()
+    def _ask(self, last: _Look | None) -> _Look:
         try:
             self._cluster = self._cluster or self._find()
-            later = self._cluster.live(known)
+            later = self._cluster.live(last.view.known if last is not None else Known())
         except Exception:
             self._cluster = None  # another one of this name may be there by the next time
             raise
-        return merged(self._view, later) if self._view is not None else later
+        return _Look.after(last, merged(last.view, later) if last is not None else later)
 
-    def _tell(self, name: str, value: Any) -> None:
-        before = self._parts.get(name)
-        if before is None or before.value is not value:
-            text = _json(value)
-            self._parts[name] = _Part(value, text if before is None or before.text != text else before.text)
+    async def _news(self, look: _Look, told: _Told) -> bytes:
+        since = told if told.known.life == look.view.known.life else _NOTHING
+        return await self._written(look, since.number, lambda: look.news(since))
 
-    def document(self) -> str:
-        """The last look as JSON."""
-        return _joined({name: part.text for name, part in self._parts.items()})
+    async def _written(self, look: _Look, what: str | int, write: Callable[[], bytes]) -> bytes:
+        """One text of a look, written once for all who want it."""
+        writing = look.texts.get(what)
+        if writing is None:
+            writing = asyncio.get_running_loop().run_in_executor(self._writer, write)
+            writing.add_done_callback(_hear)
+            look.texts[what] = writing
+        return await wait_for(asyncio.shield(writing), _CALL_S, "the live document as text")
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, for as long as a stream lasts: `view` with what has changed, `problem` with why there is
-        none."""
-        told, deadline = _Told(), Deadline(_STREAM_S)
-        self.watching += 1
-        try:
-            yield f"retry: {_BACK_MS}\n\n".encode()
-            while not deadline.passed:
-                try:
-                    view = await self.look()
-                except Exception as error:
-                    yield _event("problem", _json({"message": Problem.of(error).message}))
-                    if not isinstance(error, RayMoEError):
-                        raise
-                else:
-                    yield _event("view", told.news(view, self._parts))
-                await asyncio.sleep(_EVERY_S)
-        finally:
-            self.watching -= 1
+
+@dataclass(frozen=True)
+class _Told:
+    """What a stream has told already: everything up to the look of this number. It keeps no look, nor its texts."""
+
+    number: int
+    known: Known
+
+
+_NOTHING = _Told(-1, Known())
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One field of the document, and its JSON; an equal text is the same object."""
+    """One field of the document and its JSON, which is that of every look from number `since` on."""
 
     value: Any
     text: str
+    since: int
 
 
-class _Told:
-    """What one stream has told already."""
+@dataclass(frozen=True)
+class _Look:
+    """One look, with the texts that were made of it: by the number of the look that streams had told before."""
 
-    def __init__(self) -> None:
-        self._life, self._texts, self._steps = "", dict[str, str](), dict[int, int]()
+    number: int
+    view: LiveView
+    parts: Mapping[str, _Part]
+    texts: dict[str | int, asyncio.Future[bytes]] = field(default_factory=dict)
 
-    def news(self, view: LiveView, parts: Mapping[str, _Part]) -> str:
-        """The parts that this stream has not told yet, and the steps since its last event, as a JSON object."""
-        if view.known.life != self._life:
-            self._life, self._texts, self._steps = view.known.life, {}, {}
-        news = {"at": parts["at"].text, "life": _json(view.known.life)}
-        for name, part in parts.items():
-            if name not in ("at", "steps", "known") and self._texts.get(name) is not part.text:
-                self._texts[name] = news[name] = part.text
-        steps = [steps_after(each, self._steps.get(each.rank, 0)) for each in view.steps]
-        news["steps"] = _json([each for each in steps if each.seconds])
-        self._steps = dict(view.known.steps)
-        return _joined(news)
+    @staticmethod
+    def after(last: _Look | None, view: LiveView) -> _Look:
+        """The look that follows `last`. Steps are not written yet: each stream lacks others of them."""
+        number, parts = (last.number + 1 if last is not None else 0), dict[str, _Part]()
+        for name in (each.name for each in fields(view) if each.name not in ("steps", "known")):
+            value, before = getattr(view, name), last.parts[name] if last is not None else None
+            if before is None or before.value is not value:
+                text = _written(value)
+                before = _Part(value, text, before.since if before is not None and before.text == text else number)
+            parts[name] = before
+        return _Look(number, view, parts)
+
+    def document(self) -> bytes:
+        texts = {name: part.text for name, part in self.parts.items()}
+        return _joined({**texts, "steps": _written(self.view.steps), "known": _written(self.view.known)}).encode()
+
+    def news(self, told: _Told) -> bytes:
+        """The event for streams that have told so much: the parts that have changed, and the steps since."""
+        news = {"at": self.parts["at"].text, "life": _json(self.view.known.life)}
+        news |= {name: part.text for name, part in self.parts.items() if part.since > told.number}
+        steps = (steps_after(each, told.known.steps.get(each.rank, 0)) for each in self.view.steps)
+        news["steps"] = _written(tuple(each for each in steps if each.seconds))
+        return _event("view", _joined(news))
 
 
 def _event(name: str, data: str) -> bytes:
@@ -250,17 +308,23 @@ def _joined(texts: Mapping[str, str]) -> str:
     return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, default=_plain, separators=(",", ":"), allow_nan=False)
+def _written(value: Any) -> str:
+    """A part as JSON, piece by piece: one call of the encoder lets no other thread run, the event loop's neither."""
+    if is_dataclass(value):
+        return _joined({each.name: _written(getattr(value, each.name)) for each in fields(value)})
+    return f"[{','.join(map(_json, value))}]" if isinstance(value, tuple) else _json(value)
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return {each.name: getattr(value, each.name) for each in fields(value)}
     raise TypeError(f"{type(value).__name__} is no part of a live document")
 
 
-def _hear(asked: asyncio.Task[LiveView]) -> None:
+_json = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=False).encode
+
+
+def _hear(asked: asyncio.Future[Any]) -> None:
     """Nobody may be left to be told of a failure; those who ask again are told of the next one."""
     if not asked.cancelled():
         asked.exception()

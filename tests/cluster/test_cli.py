@@ -129,6 +129,10 @@ def test_a_cluster_outlives_up_answers_others_and_ends_with_down(shell: Shell) -
     made = shell.answer("generate", "--address", "auto", "--prompt", "KING HENRY:", *greedy)
     assert (made["peers"], made["generation"], made["finish_reason"]) == (2, 1, "length")
     assert made["text"]
+    (shell.folder / "in.jsonl").write_text('{"id": "a", "prompt": "Enter Hamlet", "max_tokens": 4}\n')
+    batch = shell.answer("batch", "in.jsonl", "out.jsonl")
+    assert (batch["answered"], batch["failed"]) == (1, 0)
+    assert '"a"' in (shell.folder / "out.jsonl").read_text()
     code, stdout, stderr = shell.run("up", "--model", "tiny-moe", "--json")
     assert code == 2
     assert json.loads(stdout)["error"]["message"].startswith("a cluster named 'default' was started at")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from ray_moe.controlplane.operations import Operation, Stage
 from ray_moe.dataplane.spans import Span, nesting
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.trace import RankTrace
+from ray_moe.errors import NotServingError
 from ray_moe.models import tiny_moe_path
 from ray_moe.observe.chrome import timeline
 from ray_moe.sdk import Client
@@ -50,6 +52,7 @@ CALLER = f"00-{TRACE}-b7ad6b7169203331-01"
 class Seen:
     """What was recorded and logged; `rebalance`, `grow` and `shrink` in this order, each of them done."""
 
+    at_once: tuple[tuple[RankTrace, ...] | NotServingError, ...]
     ranks: tuple[RankTrace, ...]
     again: tuple[RankTrace, ...]
     operations: tuple[Operation, ...]
@@ -133,6 +136,19 @@ def command_lines(folder: Path) -> dict[str, tuple[str, ...]]:
     return {name: tuple(lines) for name, *lines in parts}
 
 
+def record_at_once(cluster: Cluster) -> tuple[tuple[RankTrace, ...] | NotServingError, ...]:
+    """What three who ask at the same time get."""
+
+    def ask(_: int) -> tuple[RankTrace, ...] | NotServingError:
+        try:
+            return cluster.trace(STEPS, 60.0)
+        except NotServingError as error:
+            return error
+
+    with ThreadPoolExecutor(3) as threads:
+        return tuple(threads.map(ask, range(3)))
+
+
 def done(cluster: Cluster, number: int | None) -> Operation:
     assert number is not None
     operation = cluster.wait(number, 100.0)
@@ -174,6 +190,7 @@ def seen(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     cluster = clusters.start(config)
     try:
         with load(cluster):
+            at_once = record_at_once(cluster)
             ranks = cluster.trace(STEPS, 60.0)
             wanted = (
                 lambda: cluster.rebalance(replicas={(layer, 3): 2 for layer in range(4)}, why="a copy of expert 3"),
@@ -192,7 +209,7 @@ def seen(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     time.sleep(0.5)  # Ray writes what an actor said last
     logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     written = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
-    return Seen(ranks, again, tuple(operations), asked, commands, written, logged(logs))
+    return Seen(at_once, ranks, again, tuple(operations), asked, commands, written, logged(logs))
 
 
 def test_all_ranks_record_the_same_steps_and_every_rank_nests_its_spans(seen: Seen) -> None:
@@ -210,6 +227,14 @@ def test_all_ranks_record_the_same_steps_and_every_rank_nests_its_spans(seen: Se
             assert step.left_out == 0
     spans = [span for one in seen.ranks for step in one.steps for span in step.spans if span.name == "layer"]
     assert {span.layer for span in spans} == set(range(4))
+
+
+def test_of_several_who_ask_at_once_one_has_its_recording_and_nobody_is_locked_out(seen: Seen) -> None:
+    made = [one for one in seen.at_once if not isinstance(one, NotServingError)]
+    assert made
+    assert all([len(one.steps) for one in ranks] == [STEPS, STEPS] for ranks in made)
+    refused = {str(one) for one in seen.at_once if isinstance(one, NotServingError)}
+    assert refused <= {"rank 0: another recording is under way"}
 
 
 def test_nobody_has_an_agreement_before_everybody_has_offered_a_record(seen: Seen) -> None:

@@ -190,6 +190,15 @@ def test_what_a_gauge_no_longer_has_is_zero_once() -> None:
     assert sink.pushes == before + 1
 
 
+def test_what_a_gauge_had_before_a_long_pause_is_gone_already() -> None:
+    export, sink = exporter()
+    export.begin(0.0)
+    export.only("moe_expert_load_share", ("layer", "expert"), {("0", "1"): 0.5})
+    export.begin(1000.0)  # the process was stopped for a while
+    export.only("moe_expert_load_share", ("layer", "expert"), {("0", "2"): 0.25})
+    assert sink.of("moe_expert_load_share")["c", "0", "2"] == 0.25
+
+
 def test_a_histogram_takes_a_bounded_number_of_observations_evenly_spread() -> None:
     export, sink = exporter(rank="0")
     export.observe("moe_step_seconds", [])
@@ -513,7 +522,11 @@ def test_an_http_replica_exports_what_its_own_page_says() -> None:
     Timing(counters, 11).end(7, complete=False)
     counters.push(export, 0.0)
     counters.push(export, 5.0)
-    assert sink.of("moe_http_requests") == {("c", "/v1/chat/completions", "200"): 5, ("c", "/admin", "200"): 2}
+    assert sink.of("moe_http_requests") == {
+        ("c", "/v1/completions", "200"): 0,
+        ("c", "/v1/chat/completions", "200"): 5,
+        ("c", "/admin", "200"): 2,
+    }
     for name, value in (("prompt_tokens", 11), ("completion_tokens", 7), ("cancelled", 1)):
         assert sink.of(f"moe_http_{name}") == {("c",): value}
         assert f"ray_moe_http_{name}_total {float(value)}" in counters.text().decode()

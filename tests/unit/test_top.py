@@ -238,10 +238,14 @@ def test_without_a_terminal_every_look_is_printed_below_the_last() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["top", "--every", "0"], "--every must be at least 0.1 s, found 0"),
+        (["top", "--every", "0"], "--every must be in [0.1, 3600] s, found 0"),
+        (["top", "--every", "nan"], "--every must be in [0.1, 3600] s, found nan"),
+        (["top", "--every", "inf"], "--every must be in [0.1, 3600] s, found inf"),
         (["history", "--watch", "--last", "3"], "give one of them"),
         (["trace", "--chrome", "/nowhere/x.json"], "/nowhere is no folder"),
-        (["trace", "--chrome", "x.json", "--seconds", "0"], "--seconds must be > 0, found 0"),
+        (["trace", "--chrome", "x.json", "--seconds", "0"], "--seconds must be in (0, 3600], found 0"),
+        (["trace", "--chrome", "x.json", "--seconds", "nan"], "--seconds must be in (0, 3600], found nan"),
+        (["trace", "--chrome", "x.json", "--seconds", "inf"], "--seconds must be in (0, 3600], found inf"),
         (["trace"], "Missing option '--chrome'"),
     ],
 )

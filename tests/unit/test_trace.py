@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
-from ray_moe.actors.tracing import StepRecords, common, send
+from ray_moe.actors import tracing
+from ray_moe.actors.tracing import StepRecords, common, record, send
+from ray_moe.cli.main import run as command
 from ray_moe.config import ClusterConfig
 from ray_moe.dataplane.spans import Span, Spans, nesting
+from ray_moe.deadline import poll, wait_future
 from ray_moe.engine.sampling import SamplingParams
 from ray_moe.engine.scheduler import Request
-from ray_moe.engine.trace import MOST_STEPS, Clock, RankTrace, Recorder, StepTrace
+from ray_moe.engine.trace import MOST_SECONDS, MOST_STEPS, Clock, RankTrace, Recorder, StepTrace
 from ray_moe.errors import ConfigError, NotServingError
 from ray_moe.observe.chrome import DEVICE, LOOP, shifts, timeline, totals
 from ray_moe.telemetry import FinishedSpans
@@ -114,11 +123,25 @@ def test_a_number_of_steps_out_of_bounds_is_refused(steps: int) -> None:
 
 def test_a_recording_that_nobody_waits_for_any_more_ends() -> None:
     recorder = Recorder(0)
-    recorder.record(5, 3)
+    recorder.record(5, 3, "a")
     assert recorder.armed
-    recorder.stop()
+    recorder.stop("a")
     assert not recorder.armed
     assert recorder.recorded() == ((), True, False)
+
+
+def test_a_recording_is_ended_by_its_own_id_alone() -> None:
+    recorder = Recorder(0)
+    recorder.record(5, 3, "a")
+    for other in ("b", ""):
+        recorder.stop(other)
+        assert (recorder.armed, recorder.done, recorder.holder) == (True, False, "a")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), MOST_SECONDS + 1])
+def test_a_time_out_of_bounds_is_refused_before_anybody_is_asked(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=rf"seconds must be in \(0, {MOST_SECONDS:g}\], found {seconds:g}"):
+        record({}, 1, seconds, 1.0)
 
 
 def test_spans_without_room_are_counted() -> None:
@@ -157,28 +180,196 @@ class Actor(StepRecords):
         self._config, self._engine = ClusterConfig(model="m"), peer.loop
 
 
-def test_a_recording_is_one_askers_until_it_is_done_or_given_up(family_dir: Callable[..., Path]) -> None:
+FAR = 10**6
+
+
+def test_a_recording_is_one_askers_until_it_is_ended(family_dir: Callable[..., Path]) -> None:
     peer = OnePeer(family_dir("qwen3_moe"))
-    actor, far = Actor(peer), 10**6
+    actor = Actor(peer)
 
     async def asked() -> None:
-        assert await actor.record_steps(far, 2) < far
-        assert not await actor.recording_is_done()
+        assert await actor.record_steps("a", FAR, 2, 60.0) < FAR
+        assert not await actor.recording_is_done("a")
         with pytest.raises(NotServingError, match="rank 0: another recording is under way"):
-            await actor.record_steps(far, 1)
-        with pytest.raises(ConfigError):
-            await actor.record_steps(far, 0)
-        await actor.end_recording()
-        assert await actor.record_steps(0, 1) >= 0
+            await actor.record_steps("b", FAR, 1, 60.0)
+        for steps, seconds in ((0, 60.0), (1, float("nan"))):
+            with pytest.raises(ConfigError):
+                await actor.record_steps("a", FAR, steps, seconds)
+        await actor.end_recording("b")
+        assert not await actor.recording_is_done("a")
+        await actor.end_recording("a")
+        assert await actor.record_steps("b", 0, 1, 60.0) >= 0
+        with pytest.raises(NotServingError, match="rank 0: the recording has ended"):
+            await actor.recording_is_done("a")
         peer.loop.submit(Request("a", (1, 2, 3), GREEDY))
-        while not await actor.recording_is_done():
+        while not await actor.recording_is_done("b"):
             await asyncio.sleep(0.01)
-        found = await actor.recorded_steps()
+        with pytest.raises(NotServingError, match="another recording is under way"):  # it is not read yet
+            await actor.record_steps("a", FAR, 1, 60.0)
+        with pytest.raises(NotServingError, match="rank 0: the recording has ended"):
+            await actor.recorded_steps("a")
+        found = await actor.recorded_steps("b")
         assert (found.rank, found.done, len(found.steps)) == (0, True, 1)
 
     with peer:
         asyncio.run(asked())
     assert peer.raised is None
+
+
+def test_a_recording_whose_asker_is_gone_ends_by_itself(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_MARGIN_S", 0.05)
+    peer = OnePeer(family_dir("qwen3_moe"))
+    actor = Actor(peer)
+
+    async def asked() -> None:
+        await actor.record_steps("a", FAR, 2, 0.05)
+        assert not await actor.recording_is_done("a")
+        while peer.loop.trace.armed:
+            await asyncio.sleep(0.01)
+        await actor.record_steps("b", FAR, 2, 60.0)
+
+    with peer:
+        asyncio.run(asyncio.wait_for(asked(), 30.0))
+    assert peer.loop.trace.holder == "b"
+
+
+# -- Recordings of several ranks
+
+
+class Handle:
+    """An actor's handle as Ray has it, for one of this process; `gone_at` is what it is asked when it dies."""
+
+    def __init__(self, actor: Actor, events: asyncio.AbstractEventLoop) -> None:
+        self.actor, self._events, self._gone = actor, events, False
+        self.gone_at = ""
+
+    @property
+    def trace(self) -> Recorder:
+        assert self.actor._engine is not None
+        return self.actor._engine.trace
+
+    def ended(self) -> bool:
+        return poll(lambda: not self.trace.armed and not self.trace.holder, 30.0)
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self._ask(method, args))
+
+    def _ask(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        self._gone = self._gone or method == self.gone_at
+        if self._gone:
+            dead: Future[Any] = Future()
+            dead.set_exception(RayActorError(error_msg="The actor died\nover\nmany lines"))
+            return dead
+        return asyncio.run_coroutine_threadsafe(getattr(self.actor, method)(*args), self._events)
+
+
+def answers_of(calls: Any, seconds: float, what: str) -> Any:
+    """`ray_get` for these."""
+    return [wait_future(call, seconds, what) for call in calls] if isinstance(calls, list) else calls.result(seconds)
+
+
+@contextmanager
+def two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Handle, Handle]]:
+    """Ranks 0 and 1, each with a loop of its own that has nothing to do."""
+    monkeypatch.setattr(tracing, "ray_get", answers_of)
+    monkeypatch.setattr(tracing, "ray_ready", lambda calls: ([one for one in calls if one.done()], []))
+    events, first, second = asyncio.new_event_loop(), OnePeer(folder), OnePeer(folder)
+    second.loop.rank = 1
+    thread = threading.Thread(target=events.run_forever)
+    thread.start()
+    try:
+        with first, second:
+            yield Handle(Actor(first), events), Handle(Actor(second), events)
+    finally:
+        events.call_soon_threadsafe(events.stop)
+        thread.join(30.0)
+        events.close()
+
+
+def as_peers(*handles: Handle) -> Mapping[int, ActorHandle]:
+    return {rank: cast(ActorHandle, handle) for rank, handle in enumerate(handles)}
+
+
+def test_a_recording_that_one_rank_refuses_is_ended_on_those_that_had_begun_and_on_no_other(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_ranks(family_dir("qwen3_moe"), monkeypatch) as (first, second):
+        second.record_steps.remote("other", FAR, 2, 60.0).result(30.0)
+        with pytest.raises(NotServingError, match="rank 1: another recording is under way"):
+            record(as_peers(first, second), 2, 5.0, 30.0)
+        assert first.ended()
+        assert (second.trace.armed, second.trace.holder) == (True, "other")
+
+
+def test_of_recordings_that_begin_at_once_one_is_made_and_the_others_are_told(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, found = threading.Barrier(3), []
+
+    def ask(peers: Mapping[int, ActorHandle]) -> None:
+        together.wait(30.0)
+        try:
+            found.append(len(record(peers, 2, 0.5, 30.0)))
+        except NotServingError as error:
+            found.append(str(error))
+
+    with two_ranks(family_dir("qwen3_moe"), monkeypatch) as handles:
+        threads = [threading.Thread(target=ask, args=(as_peers(*handles),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        assert all(handle.ended() for handle in handles)
+    assert len(found) == 3
+    assert 2 in found
+    assert set(found) <= {2, "rank 0: another recording is under way"}
+
+
+@pytest.mark.parametrize("gone_at", ["step_reached", "record_steps", "recording_is_done", "recorded_steps"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_meanwhile_is_named_and_the_others_stop_recording(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, gone_at: str, lost: int
+) -> None:
+    with two_ranks(family_dir("qwen3_moe"), monkeypatch) as handles:
+        handles[lost].gone_at = gone_at
+        with pytest.raises(NotServingError) as raised:
+            record(as_peers(*handles), 2, 0.05, 30.0)
+        assert str(raised.value) == f"rank {lost} was lost while steps were recorded (RayActorError)"
+        assert handles[1 - lost].ended()
+
+
+def test_what_was_recorded_is_there_although_a_rank_is_lost_right_after(
+    family_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_ranks(family_dir("qwen3_moe"), monkeypatch) as (first, second):
+        second.gone_at = "end_recording"
+        assert [one.rank for one in record(as_peers(first, second), 2, 0.05, 30.0)] == [0, 1]
+        assert first.ended()
+
+
+# -- The command
+
+NOBODY = ["--address", "127.0.0.1:9"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, reason in ((tmp_path, "Is a directory"), (tmp_path / ("x" * 300), "File name too long")):
+        assert command(["trace", "--chrome", str(file), *NOBODY]) == 2
+        assert capsys.readouterr().err == f"error: --chrome: cannot write {file}: {reason}\n"
+
+
+def test_without_a_recording_the_file_is_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}", encoding="utf-8")
+    for file in (old, new):
+        assert command(["trace", "--chrome", str(file), *NOBODY]) == 1
+        assert "no Ray answers at " in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text(encoding="utf-8") == "{}"
 
 
 # -- The timeline

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
+import pickle
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,10 +17,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from ray import cloudpickle
+from starlette.requests import ClientDisconnect
 
 from ray_moe.errors import NotServingError
-from ray_moe.observe.live import Known, LiveView
-from ray_moe.serve import sessions, ui
+from ray_moe.observe.live import Known, LiveView, StepsView
+from ray_moe.serve import app, sessions, ui
 from ray_moe.serve.access import AccessRules
 from ray_moe.serve.keys import Keys, digest_of
 from ray_moe.serve.ui import Feed, ui_routes
@@ -148,6 +154,54 @@ def test_a_session_ends_in_time_and_with_its_key_and_no_other_can_be_made_up(mon
     assert not cookie_opens(KEYED, value)
 
 
+def test_whoever_knows_the_digests_of_a_configuration_cannot_make_a_session() -> None:
+    ends = str(int(time.time()) + 3600)
+    for digest in (digest_of(KEY), digest_of(ADMIN)):
+        for key in (bytes.fromhex(digest), digest.encode(), b""):
+            for message in (f"ray_moe ui {ends}", f"ray_moe ui {digest} {ends}"):
+                forged = f"{ends}.{hmac.new(key, message.encode(), hashlib.sha256).hexdigest()}"
+                assert not cookie_opens(KEYED, forged) and not cookie_opens(GUARDED, forged)
+
+
+def test_replicas_take_each_others_sessions_and_another_application_with_the_same_key_takes_none() -> None:
+    replica = pickle.loads(pickle.dumps(KEYED))
+    value, _ = asyncio.run(session_of(replica, KEY))
+    assert cookie_opens(KEYED, value) and cookie_opens(pickle.loads(pickle.dumps(KEYED)), value)
+    assert not cookie_opens(AccessRules(api_keys=Keys((digest_of(KEY),))), value)
+
+
+def test_a_session_that_would_end_later_than_any_ends_is_none_however_well_signed() -> None:
+    assert KEYED.api_keys is not None
+    for after_s, opens in ((sessions.SESSION_S - 5, True), (sessions.SESSION_S + 60, False), (10**10, False)):
+        ends = str(int(time.time()) + after_s)
+        signed = sessions._signature(KEYED.api_keys.secret, digest_of(KEY), ends)
+        assert cookie_opens(KEYED, f"{ends}.{signed}") is opens
+
+
+def test_what_signs_sessions_is_in_no_text_of_the_rules() -> None:
+    keys = Keys((digest_of(KEY),))
+    assert len(keys.secret) >= 32 and keys.secret != Keys(keys.digests).secret
+    assert "secret" not in repr(AccessRules(api_keys=keys)) and keys == Keys(keys.digests)
+
+
+def test_an_application_is_built_with_a_secret_that_travels_inside_its_code_and_not_among_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[AccessRules] = []
+
+    def rules(**fields: Any) -> AccessRules:
+        made.append(AccessRules(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(app, "AccessRules", rules)
+    args = {"api_key_digests": [digest_of(KEY)], "admin_token_digests": [digest_of(ADMIN)]}
+    pickled = [cloudpickle.dumps(app.build(args)) for _ in range(2)]
+    first, second = (each.admin_tokens.secret for each in made)
+    assert [first in each for each in pickled] == [True, False]
+    assert [second in each for each in pickled] == [False, True]
+    assert args == {"api_key_digests": [digest_of(KEY)], "admin_token_digests": [digest_of(ADMIN)]}
+
+
 # -- The stream
 
 
@@ -206,19 +260,118 @@ def test_a_controller_that_does_not_answer_is_a_problem_that_passes(monkeypatch:
     assert events[1][1] == {"message": "the controller of cluster 'large' is gone"}
 
 
-def test_however_many_watch_the_cluster_is_asked_once_and_streams_that_end_are_counted_out() -> None:
+def test_however_many_watch_the_cluster_is_asked_once_and_a_text_is_written_once() -> None:
     watched = Watched()
 
-    async def watch() -> Feed:
+    async def watch() -> list[bytes]:
         feed = Feed(lambda: watched)  # type: ignore[arg-type,return-value]
         streams = [feed.events() for _ in range(8)]
-        await asyncio.gather(*(taken(stream, 1) for stream in streams))
-        assert (feed.watching, watched.asked) == (8, 1)
         for stream in streams:
-            await stream.aclose()
+            await anext(stream)
+        return await asyncio.gather(*map(anext, streams))
+
+    events = asyncio.run(watch())
+    assert watched.asked == 1
+    assert all(event is events[0] for event in events)
+
+
+def test_nothing_of_a_document_is_written_on_the_event_loop_and_steps_whole_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ui, "_EVERY_S", 0.05)
+    written: list[tuple[str, Any]] = []
+    encode = ui._json
+
+    def spy(value: Any) -> str:
+        written.append((threading.current_thread().name, value))
+        return encode(value)
+
+    monkeypatch.setattr(ui, "_json", spy)
+    cluster = small()
+
+    def steps() -> list[int]:
+        """How many of each rank were written since the last time that this was asked."""
+        parts = [each for _, value in written for each in (value if isinstance(value, list | tuple) else [value])]
+        written.clear()
+        return [len(each.seconds) for each in parts if isinstance(each, StepsView)]
+
+    async def watch() -> None:
+        here = threading.current_thread().name
+        async with client(cluster=cluster) as browser:
+            assert (await browser.get("/ui/live")).status_code == 200
+        assert here not in {thread for thread, _ in written}
+        assert steps() == [100] * 3
+        stream = Feed(lambda: cluster).events()  # type: ignore[arg-type,return-value]
+        await taken(stream, 1)
+        assert steps() == [100] * 3
+        for _ in range(4):
+            await anext(stream)
+        assert here not in {thread for thread, _ in written}
+        assert sum(steps()) < 100  # what the clock made since
+
+    asyncio.run(watch())
+
+
+def test_of_many_that_come_at_once_no_more_are_let_in_than_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui, "_EVERY_S", 0.05)
+    monkeypatch.setattr(ui, "_STREAM_S", 0.5)
+
+    async def come(browser: httpx.AsyncClient, count: int) -> list[int]:
+        answers = await asyncio.gather(*(browser.get("/ui/events") for _ in range(count)))
+        return sorted(each.status_code for each in answers)
+
+    async def visit() -> None:
+        async with client() as browser:
+            assert await come(browser, 60) == [200] * ui.MOST_WATCHERS + [503] * (60 - ui.MOST_WATCHERS)
+            assert await come(browser, ui.MOST_WATCHERS) == [200] * ui.MOST_WATCHERS  # every place is free again
+
+    asyncio.run(visit())
+
+
+@pytest.mark.parametrize("at", ["before it begins", "while it runs"])
+def test_a_stream_that_breaks_gives_its_place_back(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui, "MOST_WATCHERS", 1)
+    cluster, sent = small(), list[Any]()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if at == "before it begins" or len(sent) > 2:
+            raise OSError("the browser has gone")
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def visit() -> None:
+        feed = Feed(lambda: cluster)  # type: ignore[arg-type,return-value]
+        for _ in range(3):  # there is one place: one that is lost refuses the next
+            sent.clear()
+            scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+            with pytest.raises(ClientDisconnect):
+                await ui._Watching(feed)(scope, receive, send)
+            assert sent[0]["status"] == 200
+            assert feed.watching == 0
+
+    asyncio.run(visit())
+
+
+def test_a_stream_that_is_cancelled_gives_its_place_back() -> None:
+    cluster = small()
+
+    async def forever(_: Any = None) -> Any:
+        await asyncio.sleep(60)
+
+    async def visit() -> Feed:
+        feed = Feed(lambda: cluster)  # type: ignore[arg-type,return-value]
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+        watching = [asyncio.create_task(ui._Watching(feed)(scope, forever, forever)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert feed.watching == 3
+        for each in watching:
+            each.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
         return feed
 
-    assert asyncio.run(watch()).watching == 0
+    assert asyncio.run(visit()).watching == 0
 
 
 def test_a_stream_ends_by_itself_so_that_a_replica_can_leave(monkeypatch: pytest.MonkeyPatch) -> None:
