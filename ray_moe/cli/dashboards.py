@@ -68,22 +68,35 @@ def export(
             help="Where Grafana finds the files (default: DIR/dashboards).",
         ),
     ] = None,
+    scrape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scrape",
+            metavar="HOST:PORT",
+            help="Ray's endpoint on a node, as `ray-moe status` names it; repeat. Without, Prometheus is told the file "
+            "that Ray's dashboard writes, and the Ray that `up` starts has one with --dashboard only.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print dashboards, rules, data source and scrape configuration as one JSON document; or write them as files."""
     from ray_moe.observe.dashboards.files import export_document, export_files
     from ray_moe.observe.dashboards.rules import Limits
 
-    chosen = Limits.of(parse_settings(limits or ()))
+    chosen, endpoints = Limits.of(parse_settings(limits or ())), scrape or []
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--scrape is {endpoint!r}; it must be HOST:PORT")
     with output(as_json or folder is None) as out:
         if folder is None:
             if dashboards_path is not None:
                 raise ConfigError("--dashboards-path is for --out")
-            out.result(export_document(chosen, prometheus_url))
+            out.result(export_document(chosen, prometheus_url, endpoints))
             return
         try:
             where = dashboards_path or str((folder / "dashboards").resolve())
-            written = export_files(folder, chosen, prometheus_url, where)
+            written = export_files(folder, chosen, prometheus_url, where, endpoints)
         except OSError as error:
             raise RayMoEError(f"cannot write to {folder}: {error.strerror or error}") from error
         out.result({"files": [str(path) for path in written]})

@@ -71,7 +71,7 @@ AdminTokensFile = Annotated[
 ]
 LogJson = Annotated[
     bool,
-    typer.Option("--log-json", help="Log a JSON document a line: actors, replicas, and this command on stderr."),
+    typer.Option("--log-json", help="What actors, replicas and this command log is a JSON document a line."),
 ]
 NoAuth = Annotated[bool, typer.Option("--no-auth", help="Let everybody in who reaches the HTTP API's address.")]
 

@@ -382,6 +382,17 @@ def test_another_limit_changes_its_alert_and_an_unknown_one_is_refused() -> None
 # -- Files
 
 
+def test_named_endpoints_are_scraped_instead_of_those_that_rays_dashboard_finds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["dashboards", "export", "--scrape", "127.0.0.1:9100", "--scrape", "gpu-2:9100"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)["scrape"]["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:9100", "gpu-2:9100"]}]
+    assert "file_sd_configs" not in job
+    assert run(["dashboards", "export", "--scrape", "http://x:9100"]) == 2
+    assert "--scrape is 'http://x:9100'; it must be HOST:PORT" in capsys.readouterr().err
+
+
 def test_files_and_the_document_on_stdout_are_the_same_things(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

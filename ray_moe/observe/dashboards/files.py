@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,21 @@ DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
 RULE_FILE = "ray-moe.rules.yml"
 
 
-def export_document(limits: Limits, prometheus_url: str) -> dict[str, Any]:
+def export_document(limits: Limits, prometheus_url: str, endpoints: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that `export_files` writes, as one document."""
     return {
         "dashboards": documents(),
         "rules": rules(limits),
         "datasources": data_sources(prometheus_url),
-        "scrape": scrape(),
+        "scrape": scrape(endpoints),
     }
 
 
-def export_files(folder: Path, limits: Limits, prometheus_url: str, dashboards_path: str) -> list[Path]:
-    """Write the files, and say which. `dashboards_path` is where Grafana will find the folder's `dashboards`.
+def export_files(
+    folder: Path, limits: Limits, prometheus_url: str, dashboards_path: str, endpoints: Sequence[str] = ()
+) -> list[Path]:
+    """Write the files, and say which. `dashboards_path` is where Grafana will find the folder's `dashboards`,
+    `endpoints` is as in `scrape`.
 
     Raises `OSError` where the folder cannot be written.
     """
@@ -39,7 +42,7 @@ def export_files(folder: Path, limits: Limits, prometheus_url: str, dashboards_p
     files["grafana/provisioning/dashboards/ray-moe.yaml"] = _yaml(providers(dashboards_path))
     files["grafana/provisioning/datasources/ray-moe.yaml"] = _yaml(data_sources(prometheus_url))
     files[f"prometheus/{RULE_FILE}"] = _yaml(rules(limits))
-    files["prometheus/prometheus.yml"] = _yaml(scrape())
+    files["prometheus/prometheus.yml"] = _yaml(scrape(endpoints))
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,12 +79,18 @@ def data_sources(prometheus_url: str) -> dict[str, Any]:
     return {"apiVersion": 1, "datasources": [source]}
 
 
-def scrape() -> dict[str, Any]:
-    """A Prometheus configuration that scrapes every node of the Ray on this machine and evaluates the rules."""
+def scrape(endpoints: Sequence[str] = ()) -> dict[str, Any]:
+    """A Prometheus configuration that scrapes these endpoints (HOST:PORT) and evaluates the rules; by default every
+    node of the Ray on this machine, as its dashboard, if it runs, knows them."""
+    found = (
+        {"static_configs": [{"targets": list(endpoints)}]}
+        if endpoints
+        else {"file_sd_configs": [{"files": [DISCOVERY]}]}
+    )
     return {
         "global": {"scrape_interval": "15s", "evaluation_interval": "15s"},
         "rule_files": [RULE_FILE],
-        "scrape_configs": [{"job_name": "ray", "file_sd_configs": [{"files": [DISCOVERY]}]}],
+        "scrape_configs": [{"job_name": "ray", **found}],
     }
 
 
