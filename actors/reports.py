@@ -12,7 +12,8 @@ from ray_moe.actors.bringup import phase_backends
 from ray_moe.config import ClusterConfig
 from ray_moe.controlplane.effects import Peer, PeerPhase
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.controlplane.operations import Operation, Passed
+from ray_moe.controlplane.operation_row import OperationRow
+from ray_moe.controlplane.operations import Operation
 from ray_moe.engine.records import EngineStatus, Members, ModelFacts
 from ray_moe.placement import PlacementSnapshot
 
@@ -133,52 +134,6 @@ class SlotRow:
     replica: str
     rank: int
     pool_slot: int
-
-
-@dataclass(frozen=True)
-class OperationRow:
-    """One operation, for people. Times are seconds of the wall clock, 0 for what has not happened; `trail` are the
-    edges that it took, the newest last."""
-
-    number: int
-    kind: str
-    stage: str
-    ranks: tuple[int, ...]
-    asked_by: str
-    why: str
-    asked_at: float
-    changed_at: float
-    ended_at: float
-    wave: int
-    waves: int
-    from_generation: int
-    to_generation: int
-    moved_bytes: dict[str, int]
-    pause_s: float
-    reason: str
-    trail: tuple[Passed, ...] = ()
-
-    @staticmethod
-    def of(operation: Operation) -> OperationRow:
-        return OperationRow(
-            number=operation.number,
-            kind=operation.kind.value,
-            stage=operation.stage.value,
-            ranks=operation.ranks,
-            asked_by=operation.asked_by,
-            why=operation.why,
-            asked_at=operation.asked_at,
-            changed_at=operation.changed_at,
-            ended_at=operation.ended_at,
-            wave=operation.at + 1 if operation.waves else 0,
-            waves=operation.waves,
-            from_generation=operation.first_generation,
-            to_generation=operation.last_generation,
-            moved_bytes=dict(operation.moved_bytes),
-            pause_s=operation.pause_s,
-            reason=operation.reason,
-            trail=operation.trail,
-        )
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def _verb(name: str | None, address: str | None, as_json: bool) -> Iterator[Verb
 
 
 def _document(operation: Operation) -> dict[str, Any]:
-    from ray_moe.actors.reports import OperationRow
+    from ray_moe.controlplane.operation_row import OperationRow
 
     return asdict(OperationRow.of(operation))
 

@@ -43,8 +43,8 @@ def history(
         raise ConfigError("--last, --operation and --watch show different things: give one of them")
     chosen = name or "default"
     with output(as_json) as out, attached(locate(address, chosen)):
-        from ray_moe.actors.reports import OperationRow
         from ray_moe.cluster import connect
+        from ray_moe.controlplane.operation_row import OperationRow
 
         cluster = connect(chosen)
         if number is not None:

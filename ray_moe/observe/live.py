@@ -19,7 +19,8 @@ import numpy as np
 
 from ray_moe.controlplane.demand import Demand
 from ray_moe.controlplane.generations import GenerationStatus
-from ray_moe.controlplane.operations import Operation, Passed
+from ray_moe.controlplane.operation_row import OperationRow
+from ray_moe.controlplane.operations import Operation
 from ray_moe.observe.operations import waits_for
 from ray_moe.observe.survival import FailureView
 from ray_moe.placement import PlacementSnapshot
@@ -140,27 +141,9 @@ class GenerationView:
 
 
 @dataclass(frozen=True)
-class OperationView:
-    """One operation, open or ended, with the names that `observe.operations` takes. `waits_for` is empty once ended;
-    times are the wall clock's seconds, 0 for what has not happened; `trail` are the latest edges that it took."""
+class OperationView(OperationRow):
+    """One operation, open or ended, and what it waits for: empty once ended. Of its trail the latest edges."""
 
-    number: int
-    kind: str
-    stage: str
-    ranks: tuple[int, ...]
-    asked_by: str
-    why: str
-    asked_at: float
-    changed_at: float
-    ended_at: float
-    wave: int
-    waves: int
-    from_generation: int
-    to_generation: int
-    moved_bytes: Mapping[str, int]
-    pause_s: float
-    reason: str
-    trail: tuple[Passed, ...] = ()
     waits_for: str = ""
 
 
@@ -305,25 +288,7 @@ def operation_views(
 
 
 def _operation_view(operation: Operation) -> OperationView:
-    return OperationView(
-        number=operation.number,
-        kind=operation.kind.value,
-        stage=operation.stage.value,
-        ranks=operation.ranks,
-        asked_by=operation.asked_by,
-        why=operation.why,
-        asked_at=operation.asked_at,
-        changed_at=operation.changed_at,
-        ended_at=operation.ended_at,
-        wave=operation.at + 1 if operation.waves else 0,
-        waves=operation.waves,
-        from_generation=operation.first_generation,
-        to_generation=operation.last_generation,
-        moved_bytes=dict(operation.moved_bytes),
-        pause_s=operation.pause_s,
-        reason=operation.reason,
-        trail=operation.trail[-_EDGES_SHOWN:],
-    )
+    return OperationView.of(replace(operation, trail=operation.trail[-_EDGES_SHOWN:]))
 
 
 # -- Read again and again

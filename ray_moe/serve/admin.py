@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter
 
-from ray_moe.actors.reports import OperationRow
 from ray_moe.asked import ReplicaRequest, expand_replicas
 from ray_moe.cluster import Cluster
+from ray_moe.controlplane.operation_row import OperationRow
 from ray_moe.controlplane.rollout import Rollout
 from ray_moe.deadline import wait_for
 from ray_moe.errors import ConfigError

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from ray_moe.actors.reports import OperationRow
 from ray_moe.cli.elastic import Seats, homes_in, replica_counts, watching
 from ray_moe.cli.main import run
 from ray_moe.cli.output import Output
+from ray_moe.controlplane.operation_row import OperationRow
 from ray_moe.controlplane.operations import ENDED, ByCounts, ByHomes, Kind, Operation, Stage
 from ray_moe.controlplane.preview import preview
 from ray_moe.controlplane.publication import Storage

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_moe.actors.reports import OperationRow
 from ray_moe.controlplane.demand import Demand, Provenance
 from ray_moe.controlplane.generations import GenerationStatus, State
+from ray_moe.controlplane.operation_row import OperationRow
 from ray_moe.controlplane.operations import Kind, Operation, Stage
 from ray_moe.observe.live import (
     FREE,

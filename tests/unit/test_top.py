@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from ray_moe.actors.reports import OperationRow
 from ray_moe.cli.history import news
 from ray_moe.cli.main import run
 from ray_moe.cli.output import Output
 from ray_moe.cli.top import _Screen, looks
+from ray_moe.controlplane.operation_row import OperationRow
 from ray_moe.controlplane.operations import Kind, Operation, Stage
 from ray_moe.errors import DeadlineError, NotServingError
 from ray_moe.observe.live import (
