@@ -35,6 +35,8 @@ from ray_moe.errors import DeadlineError, NotAvailableError, RayMoEError
 _LOG = logging.getLogger(__name__)
 # Between two rounds: while something changes, and while nothing does.
 _BUSY_TICK_S, _IDLE_TICK_S = 0.06, 0.5
+# For the answer of a fill that a report shows to be over.
+_ANSWER_S = 2.0
 
 
 class Conductor:
@@ -88,12 +90,24 @@ class Conductor:
         seen = await self._look()
         if seen is None or not seen.live:
             return
+        await self._hear_of_fills(seen)
         control, effects = reconcile(self.control, seen, self._record.storage, time.time())
         self._save(control, seen, self._memory())
         self._give_up()
         for effect in effects:
             if effect not in self._running:
                 self._running[effect] = asyncio.create_task(self._act(effect))
+
+    async def _hear_of_fills(self, seen: Observed) -> None:
+        """A report may show slots as filled before the fill itself has answered: what it moved is counted first, since
+        reconciling on the report would end the operation, and give that answer up."""
+        filled = [
+            task
+            for effect, task in self._running.items()
+            if isinstance(effect, Fill) and effect.rank in seen.peers and _is_over(effect, seen)
+        ]
+        if filled:
+            await asyncio.wait(filled, timeout=_ANSWER_S)
 
     def _give_up(self) -> None:
         """End copies that nobody wants any more: they would take slots and bandwidth for as long as they last."""
@@ -175,3 +189,8 @@ class Conductor:
         self._journal.erase()
         for task in self._running.values():
             task.cancel()
+
+
+def _is_over(fill: Fill, seen: Observed) -> bool:
+    slots = seen.peers[fill.rank].slots
+    return all((order.layer, order.pool_slot) in slots for order in fill.orders)
