@@ -33,6 +33,17 @@ pytestmark = pytest.mark.cluster
 NAME, SECONDS = "metrics", 180.0
 # Requests of 2 tokens each: a prompt step gives the first, one decode step the second.
 PROMPT, TOKENS, LAYERS, FALLBACKS = (5, 6, 7, 8), 2, 4, 2
+# A rank's counters, and what its status calls them.
+COUNTS = {
+    "moe_tokens": "tokens_emitted",
+    "moe_steps_worked": "steps_worked",
+    "moe_rows_local": "rows_local",
+    "moe_rows_sent": "rows_sent",
+    "moe_rows_received": "rows_received",
+    "moe_bytes_sent": "bytes_sent",
+    "moe_bytes_received": "bytes_received",
+    "moe_bare_calls": "bare_calls",
+}
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
 # What Ray adds to the labels of a process's metrics.
 RAYS = {"Component", "NodeAddress", "SessionName", "Version", "WorkerId", "JobId"}
@@ -92,14 +103,17 @@ def run(cluster: Cluster) -> Course:
     status = cluster.status()
     ranks = [peer.rank for peer in status.peers]
     counted = tallies(cluster, ranks)
-    wanted = {rank: status_of(status, rank).steps_worked for rank in ranks}
     shrunk = ("ray_moe_operations_total", {"kind": "shrink", "outcome": "done"})
-    scraped = scrape_until(
-        lambda found: (
-            all(of_rank(found, "ray_moe_steps_worked_total", rank) == wanted[rank] for rank in ranks)
-            and total(found, *shrunk) == 1
-        )
-    )
+    looks = [status]
+
+    def has_settled(found: Scraped) -> bool:
+        """Idle steps are agreed on for a moment and send bytes, so a look of the same moment decides."""
+        looks[:] = [cluster.status()]
+        told = {peer.rank: {name: getattr(peer, of) for name, of in COUNTS.items()} for peer in looks[0].peers}
+        return total(found, *shrunk) == 1 and all(counts_of(found, rank) == told[rank] for rank in ranks)
+
+    scraped = scrape_until(has_settled)
+    (status,) = looks
     return Course(2 * groups + 2, operations, previewed, leaving, left_tallies, status, counted, scraped)
 
 
@@ -169,6 +183,10 @@ def total(found: Scraped, name: str, labels: Mapping[str, str] | None = None) ->
     return sum(value for (known, has), value in found.items() if known == name and asked <= has)
 
 
+def counts_of(found: Scraped, rank: int) -> dict[str, float]:
+    return {name: of_rank(found, f"ray_{name}_total", rank) for name in COUNTS}
+
+
 def of_rank(found: Scraped, name: str, rank: int) -> float:
     return total(found, name, {"rank": str(rank)})
 
@@ -187,19 +205,8 @@ def test_the_course_was_what_it_says(course: Course) -> None:
 
 
 def test_tokens_steps_rows_and_bytes_of_each_rank_are_those_of_its_status(course: Course) -> None:
-    names = {
-        "moe_tokens": "tokens_emitted",
-        "moe_steps_worked": "steps_worked",
-        "moe_rows_local": "rows_local",
-        "moe_rows_sent": "rows_sent",
-        "moe_rows_received": "rows_received",
-        "moe_bytes_sent": "bytes_sent",
-        "moe_bytes_received": "bytes_received",
-        "moe_bare_calls": "bare_calls",
-    }
     for peer in course.status.peers:
-        found = {name: of_rank(course.scraped, f"ray_{name}_total", peer.rank) for name in names}
-        assert found == {name: getattr(peer, of) for name, of in names.items()}
+        assert counts_of(course.scraped, peer.rank) == {name: getattr(peer, of) for name, of in COUNTS.items()}
         seconds = of_rank(course.scraped, "ray_moe_step_seconds_sum_total", peer.rank)
         assert seconds == pytest.approx(peer.seconds_worked, rel=1e-9), "a sum of differences of binary fractions"
     assert total(course.scraped, "ray_moe_tokens_total") == TOKENS * course.requests
