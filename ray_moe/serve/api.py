@@ -229,7 +229,8 @@ class _Desk:
 
 async def _while_there(work: Awaitable[_T], receive: Receive) -> _T | None:
     """None, and no more `work`, where the client leaves first. Serve's proxy cancels what is asked of it then; a server
-    that listens itself says so by a message, and by nothing else while there is nothing to send."""
+    that listens itself says so by a message, and by nothing else while there is nothing to send. `work` has deadlines
+    of its own, for each token and for the whole."""
     asked, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
